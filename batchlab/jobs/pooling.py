@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from ..errors import Fault
 from .schema import BadRequest, about
@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.llm.outputs import StreamEvent
 
 # %% auto #0
-__all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'Empty', 'BODIES', 'POOLING_KINDS', 'TASK_OF', 'PAIRS', 'PoolingRequest', 'PoolBody',
-           'ClassifyBody', 'VectorBody', 'EmbedBody', 'PoolingBody', 'ScoreBody', 'RerankBody', 'texts_of', 'pairs_of',
-           'documents_of', 'params_of', 'parse_pooling', 'TextsOutput', 'TextsGroup', 'admit_texts', 'encoded',
-           'check_finite', 'texts_usage', 'pooling_body']
+__all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'MANY', 'Ids', 'Inputs', 'Texts', 'FLAG', 'Empty', 'BODIES', 'POOLING_KINDS', 'TASK_OF',
+           'PAIRS', 'PoolingRequest', 'PoolBody', 'ClassifyBody', 'VectorBody', 'EmbedBody', 'PoolingBody', 'ScoreBody',
+           'RerankBody', 'pairs_of', 'params_of', 'parse_pooling', 'TextsOutput', 'TextsGroup', 'admit_texts',
+           'encoded', 'check_finite', 'texts_usage', 'pooling_body']
 
 # %% ../../nbs/6_jobs/pooling.ipynb #701f2020
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -95,18 +95,33 @@ class PoolingRequest:
         return admit_texts(llm, self, group, self.priority if priority is None else priority)
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20
+def _listed(v: Any) -> Any:
+    "One text, or the ids of one, as a list of texts."
+    ids = isinstance(v, list) and v and all(type(i) is int for i in v)
+    return [v] if ids or isinstance(v, str) else v
+
+
+def _plain(v: Any) -> Any:
+    "Documents as texts: they may be objects with a `text`."
+    if isinstance(v, list):
+        return [d.get("text") if isinstance(d, dict) else d for d in v]
+    return v
+
+
+MANY = Field(min_length=1, max_length=MOST_TEXTS)
+Ids = Annotated[list[int], Field(min_length=1)]
+Inputs = Annotated[list[str | Ids], BeforeValidator(_listed), MANY]
+Texts = Annotated[list[str], BeforeValidator(_listed), MANY]
+FLAG = AliasChoices("use_activation", "normalize", "softmax", "activation")  # older names of it
 Empty = Annotated[dict, Field(max_length=0)]
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #9d909a2b
 class PoolBody(Body):
     "What all of them take."
 
     model: str | None = None
     priority: Whole = 0  # lower goes first
-    use_activation: Any = None
-    normalize: Any = None  # three older names of it
-    softmax: Any = None
-    activation: Any = None
+    use_activation: Any = Field(None, validation_alias=FLAG)
     truncate_prompt_tokens: Any = None
     user: Any = None
     request_id: Any = None
@@ -125,7 +140,7 @@ class PoolBody(Body):
 
 
 class ClassifyBody(PoolBody):
-    input: Any = None
+    input: Inputs
 
 
 class VectorBody(ClassifyBody):
@@ -144,18 +159,20 @@ class PoolingBody(VectorBody):
 
 
 class ScoreBody(PoolBody):
-    text_1: Any = None
-    text_2: Any = None
-    queries: Any = None
-    documents: Any = None
-    items: Any = None
-    data_1: Any = None
-    data_2: Any = None
+    "Pairs of texts, which have four names."
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
 
 
 class RerankBody(PoolBody):
     query: str
-    documents: Any = None
+    documents: Annotated[Texts, BeforeValidator(_plain)]
     top_n: Annotated[Whole, Field(ge=0)] | None = None
     return_documents: bool = True
 
@@ -170,67 +187,26 @@ TASK_OF = dict(embed="embed", classify="classify", score="score", rerank="score"
 PAIRS = ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")
 
 
-def _is_ids(x: Any) -> bool:
-    return isinstance(x, list) and bool(x) and all(type(i) is int for i in x)
-
-
-def texts_of(v: Any, key: str, ids: bool = True) -> list[Any]:
-    """`v` of a `key`, a text or several, as a list; `ids`: lists of token ids count as texts.
-    Raises `BadRequest`."""
-    fits = lambda x: isinstance(x, str) or ids and _is_ids(x)
-    many = [v] if fits(v) else v
-    if not isinstance(many, list) or not many or not all(map(fits, many)):
-        what = "a string, a list of token ids, or a list of these"
-        if not ids:
-            what = "a string or a list of strings"
-        raise BadRequest(f"{key} must be {what}, got {v!r:.60}", param=key)
-    if len(many) > MOST_TEXTS:
-        raise BadRequest(
-            f"{key} may have up to {MOST_TEXTS:,} texts, got {len(many):,}: make several requests "
-            "of it",
-            param=key,
-        )
-    return many
-
-
 def pairs_of(body: ScoreBody) -> tuple[str, list[str], list[str]]:
     """`(key of the first texts, first texts, second texts)` of pairs: as many of both, or one
     first text. Raises `BadRequest`."""
     given = {k: v for p in PAIRS for k in p if (v := getattr(body, k)) is not None}
-    pair = next((p for p in PAIRS if {*p} == given.keys()), None)
-    if pair is None:
+    pair = next((p for p in PAIRS if {*p} <= given.keys()), ())
+    if len(pair) != len(given) or not pair:
         known = ", or ".join(" and ".join(p) for p in PAIRS)
-        raise BadRequest(
-            f"a score needs two keys of one kind: {known}", param=next(iter(given), "text_1")
-        )
-    a, b = (texts_of(given[k], k, ids=False) for k in pair)
+        why = f"a score needs two keys of one kind: {known}"
+        raise BadRequest(why, param=next((k for k in given if k not in pair), "text_1"))
+    (one, a), (other, b) = ((k, given[k]) for k in pair)
     if len(a) not in (1, len(b)):
-        raise BadRequest(
-            f"{pair[0]} has {len(a):,} texts and {pair[1]} {len(b):,}: give one {pair[0]}, or as "
-            "many of each",
-            param=pair[1],
-        )
-    return pair[0], a, b
-
-
-def documents_of(v: Any) -> list[str]:
-    "The documents of a ranking: strings, or objects with a `text`. Raises `BadRequest`."
-    if isinstance(v, list):
-        text = lambda d: d.get("text") if isinstance(d, dict) else d
-        v = [text(d) for d in v]
-    return texts_of(v, "documents", ids=False)
+        why = f"{one} has {len(a):,} texts and {other} {len(b):,}"
+        raise BadRequest(f"{why}: give one {one}, or as many of each", param=other)
+    return one, a, b
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-2
 def params_of(body: PoolBody, kind: str) -> PoolingParams:
     "The `PoolingParams` that `body` asks for. Raises `BadRequest`, `ParamError`."
-    names = "use_activation", "normalize", "softmax", "activation"
-    flags = {k: v for k in names if (v := getattr(body, k)) is not None}
-    if len(flags) > 1:
-        a, b = [*flags][:2]
-        raise BadRequest(f"{b} and {a} say the same: give one of them", param=b)
     fields = PoolingParams.__dataclass_fields__
     given = {k: v for k in fields if (v := getattr(body, k, None)) is not None}
-    given |= dict(zip(names, flags.values()))
     if kind != "pooling":
         return PoolingParams.of(given, TASK_OF[kind])
     if given.get("task") == "score":
@@ -250,10 +226,10 @@ def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
     if isinstance(given, ScoreBody):
         asked.key, asked.texts, asked.others = pairs_of(given)
     elif isinstance(given, RerankBody):
-        asked.key, asked.texts, asked.others = "query", [given.query], documents_of(given.documents)
+        asked.key, asked.texts, asked.others = "query", [given.query], given.documents
         asked.top_n, asked.with_texts = given.top_n, given.return_documents
     elif isinstance(given, ClassifyBody):
-        asked.texts = texts_of(given.input, "input")
+        asked.texts = given.input
     if isinstance(given, VectorBody):
         asked.encoding = given.encoding_format
     return asked

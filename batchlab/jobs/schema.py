@@ -50,13 +50,21 @@ def key_of(field: str, body: dict[str, Any]) -> str | None:
     return keys.get(setting, "")[:60] or None
 
 
+def at_fault(field: str, body: dict[str, Any], own: str | None) -> str | None:
+    """Which key of `body` is at fault where an error is about a `field`: the one that gave this,
+    or, if it is no setting, `own`."""
+    found = key_of(field, body)
+    return found if found or field.partition(".")[0] in KNOWN_SETTINGS else own
+
+
 @contextmanager
 def about(body: dict[str, Any]) -> Iterator[None]:
     "A `ParamError` becomes a `BadRequest` about the key of `body` that is at fault."
     try:
         yield
     except ParamError as e:
-        raise BadRequest(str(e), param=key_of(e.field, body)) from None
+        found = at_fault(e.field, body, e.field[:60] or None)
+        raise BadRequest(str(e), param=found) from None
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000028
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -512,13 +520,6 @@ class ApiRequest:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
-
-# %% ../../nbs/6_jobs/40_openai.ipynb #onl00004
-def at_fault(field: str, body: dict[str, Any], own: str) -> str | None:
-    """Which key of `body` is at fault, where the engine refuses a request for its `field`: the
-    one that gave this, or `own`, the key of its prompt."""
-    found = key_of(field, body)
-    return found if found or field.partition(".")[0] in KNOWN_SETTINGS else own
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00005
 def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:

@@ -43,8 +43,9 @@ WANTS = dict(
     string_unicode="valid Unicode",
     dict_type="an object",
     model_type="an object",
-    too_long="empty",
     missing="given",
+    too_long="of at most {max_length} entries",
+    too_short="of at least {min_length} entries",
 )
 
 
@@ -57,14 +58,17 @@ def read(model: type[B], given: Any, at: str = "") -> B:
         return model.model_validate(given)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-    path = [at] * bool(at) + [str(k) for k in first["loc"]]
-    if first["type"] == "extra_forbidden":
+    kind, path = first["type"], [at] * bool(at) + [str(k) for k in first["loc"]]
+    if kind == "extra_forbidden":
         near = near_name(path[-1], tuple(model.model_fields))
         hint = f", did you mean {near!r}?" if near else ": leave it out"
         where = ".".join(path[:-1]) or "the body"
         raise ParamError(f"{where} has no {path[-1]!r:.60}{hint}", field=path[0])
-    want = WANTS.get(first["type"]) or first["msg"].removeprefix("Input should be ")
-    raise ParamError(field=".".join(path) or "a key", value=first["input"], want=want)
+    want = WANTS.get(kind) or first["msg"].removeprefix("Input should be ")
+    want = want.format(**first.get("ctx", {}))
+    if not path:
+        raise ParamError(f"the keys of the body must be {want}")
+    raise ParamError(field=".".join(path), value=first["input"], want=want)
 
 
 def take(model: type[B], body: dict[str, Any]) -> B:

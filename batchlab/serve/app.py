@@ -19,7 +19,9 @@ from collections.abc import (
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from .. import __version__
 from ..api.aio import AsyncLLM
@@ -87,6 +89,9 @@ _dumps = json.JSONEncoder(
 ).encode  # ASCII: half a surrogate pair is an escape in it
 
 
+UNREAD: Any = None  # in place of `receive`, for a response that reads nothing
+
+
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     "`body` as JSON."
     return Response(_dumps(body), status, headers, "application/json")
@@ -102,12 +107,6 @@ def error_response(e: BadRequest, close: bool = False) -> Response:
     return json_response(body, status, headers)
 
 
-async def respond(response: Response, scope: Scope, send: Send) -> None:
-    "Send `response`, which reads nothing."
-    nothing: Any = None
-    await response(scope, nothing, send)
-
-
 def logged(e: BadRequest) -> str:
     "What the log says of `e`: its code, and its message without what that quotes of the request."
     quoted = r"(?<!\w)'(\\.|[^'\\])*('|$)|\"(\\.|[^\"\\])*(\"|$)|\(.*\)"
@@ -117,33 +116,19 @@ def logged(e: BadRequest) -> str:
 async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -> None:
     "Answer with the error `e`, and let the log say so. `close`: the connection ends with it."
     scope["said"] = logged(e)
-    await respond(error_response(e, close), scope, send)
+    await error_response(e, close)(scope, UNREAD, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-1
-HINTS = dict(
-    files="start it with --data FOLDER; no id has a slash",
-    batches="start it with --data FOLDER; no id has a slash",
-    responses="this server has no responses: use /v1/chat/completions",
-)
-
-
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
     path, method = repr(scope["path"])[1:-1][:100], scope["method"]
     if methods:
         return BadRequest(f"{method} is not served at {path}: use {methods}", "method_not_allowed")
-    plain = re.sub("/+", "/", scope["path"]).rstrip("/")
-    while plain.startswith("/v1/v1/"):
-        plain = plain[3:]
-    routes = [r.path_regex for r in scope["app"].routes if "{" not in getattr(r, "path", "{")]
-    for near in (plain, f"/v1{plain}"):
-        if near != scope["path"] and any(r.match(near) for r in routes):
-            why = f", {near} is: a base_url ends in /v1, once, and in no slash"
-            break
-    else:
-        hint = HINTS.get(path.removeprefix("/v1/").split("/")[0])
-        why = ": " + (hint or "see /v1/models and /v1/chat/completions")
-    return BadRequest(f"{path} is not served here{why}", "not_found")
+    kind = path.removeprefix("/v1/").partition("/")[0]
+    why = "see /v1/models and /v1/chat/completions; a base_url ends in /v1, once, and in no slash"
+    if kind in ("files", "batches"):
+        why = "start it with --data FOLDER; no id has a slash"
+    return BadRequest(f"{path} is not served here: {why}", "not_found")
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-2
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
@@ -275,7 +260,7 @@ class TextAnswer(Answer):
         async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
             outs = {i: o async for i, o in outputs}
         body = self._body([outs[i] for i in range(len(outs))])
-        await respond(json_response(body), self.scope, send)
+        await json_response(body)(self.scope, UNREAD, send)
         return body["usage"]
 
     def _body(self, outs: list[RequestOutput]) -> dict[str, Any]:
@@ -388,7 +373,7 @@ class PooledAnswer(Answer):
         async with contextlib.aclosing(llm.generate(a, priority=a.priority, grow=False)) as outputs:
             [out] = [self.checked(o) async for o in outputs]
         body = await asyncio.to_thread(pooling_body, a, out, self.name, self.model)
-        await respond(json_response(body), self.scope, send)
+        await json_response(body)(self.scope, UNREAD, send)
         return body["usage"]
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00031
@@ -404,7 +389,7 @@ class Metrics:
 
     def __init__(self, llm: AsyncLLM, name: str) -> None:
         self.llm, self.name, self.registry = llm, name, CollectorRegistry()
-        self.first, self.each, self.whole = (
+        self.times = [
             Histogram(
                 f"vllm:{k}_seconds", text, ["model_name"], registry=self.registry, buckets=SECONDS
             ).labels(name)
@@ -413,19 +398,15 @@ class Metrics:
                 ("inter_token_latency", "From token to token, the mean of each answer."),
                 ("e2e_request_latency", "Until the last token."),
             )
-        )
+        ]
         self.registry.register(self)
 
     def add(self, o: RequestOutput) -> None:
         m, n = o.metrics or {}, max((len(c.token_ids) for c in o.outputs), default=0)
-        for k, h, times in (
-            ("time_to_first_token", self.first, 1),
-            ("time_per_token", self.each, max(1, n - 1)),  # the mean counts for each token
-            ("latency", self.whole, 1),
-        ):
-            if (t := m.get(k)) is not None:
-                for _ in range(times):
-                    h.observe(t)
+        times = dict(time_to_first_token=1, time_per_token=max(1, n - 1), latency=1)
+        for (k, count), h in zip(times.items(), self.times):
+            for _ in range(count if m.get(k) is not None else 0):
+                h.observe(m[k])
 
     def collect(self) -> Iterator[Any]:
         "For prometheus_client: what the engine counts, as it is at this moment."
@@ -464,7 +445,7 @@ class TokenizeBody(Talk):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Any = None
+    tokens: list[Annotated[int, Field(ge=0)]]
 
 
 def parse(body: dict[str, Any], model: type[B]) -> B:
@@ -577,10 +558,8 @@ class TokenRoutes(Admission):
     async def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         self.check_model(asked.model)
         ids, most = asked.tokens, self.llm.llm.vocab_size
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
-            raise BadRequest(
-                f"tokens must be a list of token ids from 0 to {most - 1:,}", param="tokens"
-            )
+        if max(ids, default=0) >= most:
+            raise BadRequest(f"tokens must be token ids from 0 to {most - 1:,}", param="tokens")
         return dict(prompt=await self._in_queuer(lambda: self.decode(ids)))
 
     async def _in_queuer(self, work: Callable[[], Any], prompt: Any = None) -> Any:
@@ -1057,7 +1036,7 @@ async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
     why = "the server has as many connections as it can hold: try again later"
     response = error_response(BadRequest(why, "unavailable"), close=True)
     response.headers["Retry-After"] = "1"
-    await respond(response, scope, send)
+    await response(scope, receive, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-1
 def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
