@@ -1,6 +1,6 @@
 "What programs that are not ours send, and what they read from the answers. The programs themselves run in `.ci/clients`."
 
-import asyncio, importlib.machinery, importlib.util, json
+import asyncio, importlib.machinery, importlib.util
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from batchlab.models import tiny_tokenizer
 from batchlab.jobs.tools import format_of
-from test_server import TALK, serving
+from test_server import CHAT, TALK, TEXT, client_of, events_of, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 HARMLESS = dict(
@@ -47,28 +47,16 @@ def web(s):
         yield c
 
 
-def strict(s, kind=openai.OpenAI):
-    return kind(
-        base_url=f"{s.url}/v1",
-        api_key="any",
-        max_retries=0,
-        timeout=100,
-        _strict_response_validation=True,
-    )
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_sent_along_changes_nothing(web, stream):
     body = dict(messages=TALK, max_tokens=5, temperature=0, stream=stream)
 
     def said(**more):
-        r = web.post("/v1/chat/completions", json=body | more)
+        r = web.post(CHAT, json=body | more)
         assert r.status_code == 200, r.text
         if not stream:
             return r.json()["choices"]
-        parts = [
-            json.loads(x[6:])["choices"][0] for x in r.text.split("\n\n") if x.startswith("data: {")
-        ]
+        parts = [e["choices"][0] for e in events_of(r.text)]
         return "".join(p["delta"].get("content") or "" for p in parts), parts[-1]["finish_reason"]
 
     plain = said()
@@ -81,7 +69,7 @@ def test_what_is_sent_along_changes_nothing(web, stream):
     "more", [dict(web_search_options={}), dict(audio=dict(voice="x")), dict(modalities=["audio"])]
 )
 def test_what_would_change_the_answer_is_refused_by_name(web, more):
-    r = web.post("/v1/chat/completions", json=dict(messages=TALK) | more)
+    r = web.post(CHAT, json=dict(messages=TALK) | more)
     assert (r.status_code, r.json()["error"]["param"]) == (400, next(iter(more)))
 
 
@@ -93,78 +81,51 @@ class Verdict(BaseModel):
 def test_answers_are_objects_of_pydantic(s):
     pytest.importorskip("llguidance")
     ask = dict(model="tiny", messages=TALK, response_format=Verdict, max_tokens=100, temperature=0)
-    with strict(s) as c:
+    with client_of(s, strict=True) as c:
         whole = c.chat.completions.parse(**ask).choices[0].message.parsed
         with c.chat.completions.stream(**ask) as events:
             kinds = {e.type for e in events}
             assert events.get_final_completion().choices[0].message.parsed == whole
 
     async def main():
-        async with strict(s, openai.AsyncOpenAI) as c:
+        async with client_of(s, True, openai.AsyncOpenAI) as c:
             return (await c.chat.completions.parse(**ask)).choices[0].message.parsed
 
-    assert (
-        isinstance(whole, Verdict)
-        and {"content.delta", "content.done"} <= kinds
-        and asyncio.run(main()) == whole
-    )
+    assert isinstance(whole, Verdict) and asyncio.run(main()) == whole
+    assert {"content.delta", "content.done"} <= kinds
 
 
 def test_an_evaluation_reads_likelihoods(s, web):
     "As lm-eval's local-completions asks and adds up: token ids of several texts, the last token made and cut off."
     texts, before = [[70, 71, 72, 73, 74], [80, 81, 82], [70, 71, 90, 91]], [2, 1, 3]
-    d = web.post(
-        "/v1/completions",
-        json=dict(
-            model="tiny",
-            prompt=texts,
-            temperature=0,
-            max_tokens=1,
-            logprobs=1,
-            seed=1234,
-            echo=True,
-        ),
-    ).json()
-    for choice, n, own in zip(
-        d["choices"],
-        before,
-        s.llm.generate(texts, dict(max_tokens=1, temperature=0, prompt_logprobs=1)),
-    ):
-        want = [
-            (step[t].logprob, step[t].rank == 1)
-            for t, step in zip(own.prompt_token_ids[n:], own.prompt_logprobs[n:])
-        ]
-        got, best = (
-            choice["logprobs"]["token_logprobs"][n:-1],
-            choice["logprobs"]["top_logprobs"][n:-1],
-        )
-        assert [(x, x == max(top.values())) for x, top in zip(got, best)] == want
-    assert [c["index"] for c in d["choices"]] == [0, 1, 2]
+    ask = dict(model="tiny", temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True)
+    choices = web.post(TEXT, json=ask | dict(prompt=texts)).json()["choices"]
+    how = dict(max_tokens=1, temperature=0, prompt_logprobs=1)
+    for choice, n, own in zip(choices, before, s.llm.generate(texts, how)):
+        steps = zip(own.prompt_token_ids[n:], own.prompt_logprobs[n:])
+        want = [(step[t].logprob, step[t].rank == 1) for t, step in steps]
+        got = choice["logprobs"]
+        pairs = zip(got["token_logprobs"][n:-1], got["top_logprobs"][n:-1])
+        assert [(x, x == max(top.values())) for x, top in pairs] == want
+    assert [c["index"] for c in choices] == [0, 1, 2]
 
 
 def test_a_client_without_a_tokenizer(s, web):
     "As lm-eval's remote tokenizer asks."
     info, tok = web.get("/tokenizer_info").json(), s.llm.get_tokenizer()
     assert (info["eos_token"], info["chat_template"]) == (tok.eos_token, tok.chat_template)
-    ids = web.post(
-        "/tokenize", json=dict(prompt=info["eos_token"], add_special_tokens=False)
-    ).json()["tokens"]
-    assert ids == [tok.eos_token_id] and web.post("/detokenize", json=dict(tokens=[70, 71])).json()[
-        "prompt"
-    ] == tok.decode([70, 71])
+    post = lambda path, **body: web.post(path, json=body).json()
+    ids = post("/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"]
+    assert ids == [tok.eos_token_id]
+    assert post("/detokenize", tokens=[70, 71])["prompt"] == tok.decode([70, 71])
 
 
 def test_a_prompt_that_is_too_long_by_the_words_that_clients_look_for(s, web):
     "litellm finds it by these words, langchain-openai by the code."
-    e = web.post(
-        "/v1/chat/completions", json=dict(messages=[dict(role="user", content="x" * 400)])
-    ).json()["error"]
-    assert (
-        e["message"].startswith(
-            f"this model's maximum context length is {s.llm.max_model_len} tokens"
-        )
-        and e["code"] == "context_length_exceeded"
-    )
+    long = [dict(role="user", content="x" * 400)]
+    e = web.post(CHAT, json=dict(messages=long)).json()["error"]
+    said = f"this model's maximum context length is {s.llm.max_model_len} tokens"
+    assert e["message"].startswith(said) and e["code"] == "context_length_exceeded"
 
 
 def test_the_template_of_the_checks_knows_tools():

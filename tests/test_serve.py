@@ -1,6 +1,7 @@
 """What stands on the server together: tools over HTTP, streamed and whole, and batches beside online requests, through the command itself."""
 
-import json, os, signal, subprocess, sys, time
+import contextlib, json, os, signal, subprocess, sys
+from functools import partial
 
 import jsonschema, pytest
 
@@ -12,21 +13,15 @@ from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
 
-from test_server import serving
+from helpers import until
+from test_server import client_of, serving
 from test_tools import CITY, TEMPLATES, XML_CITY, function, tools
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TALK = [dict(role="user", content="How is the weather in Rome?")]
 
 
-def client_of(s, strict=True):
-    return openai.OpenAI(
-        base_url=f"{s.url}/v1",
-        api_key="any",
-        max_retries=0,
-        timeout=100,
-        _strict_response_validation=strict,
-    )
+strict = partial(client_of, strict=True)
 
 
 def speaking(name):
@@ -42,6 +37,12 @@ def hermes():
         yield s
 
 
+@pytest.fixture(scope="module")
+def chat(hermes):
+    with strict(hermes) as c:
+        yield partial(c.chat.completions.create, model="tiny", messages=TALK)
+
+
 def joined(events):
     "`(content, calls, reason)` that the events of a stream add up to, by choice."
     found = {}
@@ -54,10 +55,8 @@ def joined(events):
                 call = f["calls"].setdefault(t.index, dict(name=None, arguments=""))
                 if t.id:
                     call["id"] = t.id
-                call["name"], call["arguments"] = (
-                    call["name"] or t.function.name,
-                    call["arguments"] + (t.function.arguments or ""),
-                )
+                call["name"] = call["name"] or t.function.name
+                call["arguments"] += t.function.arguments or ""
             f["reason"] = c.finish_reason
     return found
 
@@ -65,81 +64,50 @@ def joined(events):
 @pytest.mark.parametrize(
     "choice", ["required", dict(type="function", function=dict(name="weather"))]
 )
-def test_calls_whole_and_streamed(hermes, choice):
-    with client_of(hermes) as client:
-        ends = []
-        for seed in range(4):
-            ask = dict(
-                model="tiny",
-                messages=TALK,
-                tools=tools(),
-                tool_choice=choice,
-                seed=seed,
-                temperature=1,
-                max_tokens=400,
-                n=2,
-            )
-            whole = client.chat.completions.create(**ask)
-            parts = joined(client.chat.completions.create(**ask, stream=True))
-            for c in whole.choices:
-                calls, got = c.message.tool_calls or [], parts[c.index]
-                assert got["reason"] == c.finish_reason and [
-                    (t.function.name, t.function.arguments) for t in calls
-                ] == [(t["name"], t["arguments"]) for t in got["calls"].values()]
-                assert (c.message.content or "") == got["content"]
-                if c.finish_reason != "tool_calls":
-                    continue
-                for t in calls:
-                    assert t.id.startswith("call_") and t.type == "function"
-                    if t.function.name == "weather":
-                        jsonschema.validate(json.loads(t.function.arguments), CITY)
-            ends += [c.finish_reason for c in whole.choices]
+def test_calls_whole_and_streamed(chat, choice):
+    ends = []
+    ask = dict(tools=tools(), tool_choice=choice, temperature=1, max_tokens=400, n=2)
+    for seed in range(4):
+        whole, parts = chat(**ask, seed=seed), joined(chat(**ask, seed=seed, stream=True))
+        for c in whole.choices:
+            calls, got = c.message.tool_calls or [], parts[c.index]
+            made = [dict(name=t.function.name, arguments=t.function.arguments) for t in calls]
+            streamed = [
+                dict(name=t["name"], arguments=t["arguments"]) for t in got["calls"].values()
+            ]
+            assert (got["reason"], streamed) == (c.finish_reason, made)
+            assert (c.message.content or "") == got["content"]
+            ends.append(c.finish_reason)
             if isinstance(choice, dict):
-                assert {
-                    t.function.name for c in whole.choices for t in c.message.tool_calls or ()
-                } == {"weather"}
-        assert "tool_calls" in ends
+                assert {t["name"] for t in made} <= {"weather"}
+            if c.finish_reason == "tool_calls":
+                assert all(t.id.startswith("call_") and t.type == "function" for t in calls)
+                for t in made:
+                    if t["name"] == "weather":
+                        jsonschema.validate(json.loads(t["arguments"]), CITY)
+    assert "tool_calls" in ends
 
 
-def test_a_conversation_with_a_call_goes_on(hermes):
-    call = dict(
-        id="call_1",
-        type="function",
-        function=dict(name="weather", arguments='{"city": "Rome", "days": 1}'),
-    )
+def test_a_conversation_with_a_call_goes_on(chat):
+    call = dict(name="weather", arguments='{"city": "Rome", "days": 1}')
+    calls = [dict(id="call_1", type="function", function=call)]
     talk = [
         *TALK,
-        dict(role="assistant", content=None, tool_calls=[call]),
+        dict(role="assistant", content=None, tool_calls=calls),
         dict(role="tool", tool_call_id="call_1", content="sunny"),
     ]
-    with client_of(hermes) as client:
-        ask = dict(model="tiny", messages=talk, temperature=0, max_tokens=6)
-        a, b = (
-            client.chat.completions.create(**ask, **more)
-            for more in ({}, dict(tools=tools(), tool_choice="none"))
-        )
-        assert (
-            a.usage.prompt_tokens
-            == b.usage.prompt_tokens
-            > client.chat.completions.create(**ask | dict(messages=TALK)).usage.prompt_tokens
-        )
-        assert (
-            a.choices[0].message.content == b.choices[0].message.content
-            and a.choices[0].message.tool_calls is None
-        )
+    ask = dict(temperature=0, max_tokens=6)
+    a = chat(messages=talk, **ask)
+    b = chat(messages=talk, tools=tools(), tool_choice="none", **ask)
+    assert a.usage.prompt_tokens == b.usage.prompt_tokens > chat(**ask).usage.prompt_tokens
+    assert a.choices[0].message.content == b.choices[0].message.content
+    assert a.choices[0].message.tool_calls is None
 
 
-def test_auto_without_a_call_is_the_plain_answer_held_to_the_grammar(hermes):
-    with client_of(hermes) as client:
-        ask = dict(model="tiny", messages=TALK, tools=tools(), temperature=0, max_tokens=12)
-        whole, parts = (
-            client.chat.completions.create(**ask),
-            joined(client.chat.completions.create(**ask, stream=True)),
-        )
-        assert (
-            whole.choices[0].message.content == parts[0]["content"]
-            and parts[0]["reason"] == whole.choices[0].finish_reason
-        )
+def test_auto_without_a_call_is_the_plain_answer_held_to_the_grammar(chat):
+    ask = dict(tools=tools(), temperature=0, max_tokens=12)
+    whole, parts = chat(**ask).choices[0], joined(chat(**ask, stream=True))[0]
+    assert whole.message.content == parts["content"] and whole.finish_reason == parts["reason"]
 
 
 @pytest.mark.parametrize(
@@ -155,190 +123,103 @@ def test_auto_without_a_call_is_the_plain_answer_held_to_the_grammar(hermes):
         ),
     ],
 )
-def test_wrong_tools(hermes, more, param):
-    with client_of(hermes) as client, pytest.raises(openai.BadRequestError) as e:
-        client.chat.completions.create(model="tiny", messages=TALK, **more)
+def test_wrong_tools(chat, more, param):
+    with pytest.raises(openai.BadRequestError) as e:
+        chat(**more)
     assert e.value.param == param and e.value.body["type"] == "invalid_request_error"
 
 
 def test_a_template_that_knows_no_tools():
-    with (
-        serving() as s,
-        client_of(s) as client,
-        pytest.raises(openai.BadRequestError, match="tools are not supported by this model") as e,
-    ):
-        client.chat.completions.create(
+    with serving() as s, strict(s) as c, pytest.raises(openai.BadRequestError) as e:
+        c.chat.completions.create(
             model="tiny", messages=TALK, tools=[function("weather", XML_CITY)]
         )
     assert e.value.param == "tools"
 
 
+def test_a_choice_ends_once_while_others_go_on(chat):
+    "Choices of different length: each has one event that says why it ended."
+    ends = {}
+    ask = dict(n=4, temperature=1.5, max_tokens=40, stream=True, logit_bias={"2": 2.0})
+    for seed in range(6):
+        for e in chat(seed=seed, **ask):
+            for c in e.choices:
+                ended = [c.finish_reason] if c.finish_reason else []
+                ends.setdefault((seed, c.index), []).extend(ended)
+    assert len(ends) == 24 and {len(x) for x in ends.values()} == {1}
+    assert {x[0] for x in ends.values()} == {"stop", "length"}
+
+
+@contextlib.contextmanager
 def served(folder):
-    "`batchlab serve --data folder` of the default model's stand-in, as a process: it and its URL."
+    "`batchlab serve --data folder` of the default model's stand-in, as a process: it and a client."
     code = """import sys
 from batchlab.cli import serve, parse_args
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 sys.exit(serve(parse_args(sys.argv[1:]), LLM(tiny_model('llama', num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=4)))"""
-    p = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            code,
-            "serve",
-            "--port",
-            "0",
-            "--data",
-            str(folder),
-            "--served-model-name",
-            "tiny",
-            "--no-request-log",
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | dict(OMP_NUM_THREADS="1"),
-    )
-    said = []
-    for line in p.stderr:
-        said.append(line)
-        if "is served at" in line:
-            return p, line.split()[-1]
-    raise AssertionError("".join(said))
-
-
-def finished(client, batch):
-    end = time.monotonic() + 120
-    while (b := client.batches.retrieve(batch.id)).status not in (
-        "completed",
-        "failed",
-        "cancelled",
-        "expired",
-    ):
-        assert time.monotonic() < end, b
-        time.sleep(0.05)
-    return b
+    flags = "--port 0 --served-model-name tiny --no-request-log --data".split()
+    command, env = [sys.executable, "-c", code, "serve", *flags, str(folder)], os.environ
+    how = dict(stderr=subprocess.PIPE, text=True, env=env | dict(OMP_NUM_THREADS="1"))
+    with subprocess.Popen(command, **how) as p:
+        try:
+            url = next(line.split()[-1] for line in p.stderr if "is served at" in line)
+            with client_of(url, base_url=url) as client:
+                yield p, client
+        finally:
+            p.kill()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 def test_the_command_keeps_batches_over_a_kill_and_beside_online_requests(tmp_path):
-    lines = [
-        dict(
-            custom_id=f"r{i}",
-            method="POST",
-            url="/v1/completions",
-            body=dict(
-                model="tiny",
-                prompt=f"tell me {i} " + "more " * (i % 6),
-                max_tokens=20 + i % 50,
-                temperature=0,
-                ignore_eos=True,
-            ),
-        )
+    how = dict(model="tiny", temperature=0, ignore_eos=True)
+    bodies = [
+        how | dict(prompt=f"tell me {i} " + "more " * (i % 6), max_tokens=20 + i % 50)
         for i in range(60)
     ]
-    alone = LLM(
-        tiny_model("llama", num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=4
-    ).generate(
-        [d["body"]["prompt"] for d in lines],
-        [
-            SamplingParams(temperature=0, max_tokens=d["body"]["max_tokens"], ignore_eos=True)
-            for d in lines
-        ],
-        use_tqdm=False,
-    )
+    lines = [
+        dict(custom_id=f"r{i}", method="POST", url="/v1/completions", body=body)
+        for i, body in enumerate(bodies)
+    ]
+    llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=4)
+    params = [
+        SamplingParams(temperature=0, max_tokens=b["max_tokens"], ignore_eos=True) for b in bodies
+    ]
+    alone = llm.generate([b["prompt"] for b in bodies], params, use_tqdm=False)
     want = {d["custom_id"]: o.outputs[0].text for d, o in zip(lines, alone)}
-    p, url = served(tmp_path / "data")
-    try:
-        with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=100) as client:
-            file = client.files.create(
-                file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch"
-            )
-            batch = client.batches.create(
-                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-            )
-            answer = client.completions.create(
-                model="tiny",
-                prompt="beside it",
-                max_tokens=5,
-                temperature=0,
-                extra_body=dict(ignore_eos=True),
-            )
-            assert answer.usage.completion_tokens == 5
-        p.kill()
-        p.wait()
-        p.stderr.close()
-        p, url = served(tmp_path / "data")
-        with openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=100) as client:
-            done = finished(client, batch)
-            assert (
-                done.status == "completed"
-                and done.request_counts.completed == 60
-                and done.error_file_id is None
-            )
-            got = [
-                json.loads(line)
-                for line in client.files.content(done.output_file_id).text.splitlines()
-            ]
-        assert (
-            len(got) == 60
-            and {d["custom_id"]: d["response"]["body"]["choices"][0]["text"] for d in got} == want
+    with served(tmp_path / "data") as (p, client):
+        raw = "\n".join(map(json.dumps, lines)).encode()
+        file = client.files.create(file=("in.jsonl", raw), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
+        ask = dict(model="tiny", prompt="beside it", max_tokens=5)
+        answer = client.completions.create(**ask, extra_body=dict(ignore_eos=True))
+        assert answer.usage.completion_tokens == 5
+    with served(tmp_path / "data") as (p, client):
+        ends = "completed", "failed", "cancelled", "expired"
+        until(lambda: client.batches.retrieve(batch.id).status in ends, 120)
+        done = client.batches.retrieve(batch.id)
+        assert (done.status, done.request_counts.completed) == ("completed", 60)
+        assert done.error_file_id is None
+        got = map(json.loads, client.files.content(done.output_file_id).text.splitlines())
+        texts = [(d["custom_id"], d["response"]["body"]["choices"][0]["text"]) for d in got]
+        assert len(texts) == 60 and dict(texts) == want
         p.send_signal(signal.SIGTERM)
         assert p.wait(60) == 0
-    finally:
-        p.kill()
-        p.wait()
-        p.stderr.close()
 
 
 def test_two_servers_on_one_folder(tmp_path, capsys):
     from batchlab.cli import main
     from batchlab.serve.batches import BatchStore
 
-    store = BatchStore(tmp_path / "data")
-    try:
-        assert (
-            main(
-                ["serve", "--port", "0", "--data", str(tmp_path / "data"), "--model", "x"],
-                llm=LLM(tiny_model("llama"), tiny_tokenizer()),
-            )
-            == 2
-        )
-    finally:
-        store.close()
-    assert "another server uses" in capsys.readouterr().err
+    flags = ["--port", "0", "--data", str(tmp_path / "data"), "--model", "x"]
+    with contextlib.closing(BatchStore(tmp_path / "data")):
+        llm = LLM(tiny_model("llama"), tiny_tokenizer())
+        assert main(["serve", *flags], llm=llm) == 2
+    assert "another server" in capsys.readouterr().err
 
 
 def test_without_a_folder_files_are_not_served():
-    with (
-        serving() as s,
-        client_of(s) as client,
-        pytest.raises(openai.NotFoundError, match="--data"),
-    ):
+    with serving() as s, strict(s) as client, pytest.raises(openai.NotFoundError, match="--data"):
         client.batches.list()
-
-
-def test_a_choice_ends_once_while_others_go_on(hermes):
-    "Two choices of different length: each has one event that says why it ended."
-    with client_of(hermes) as client:
-        ends = {}
-        for seed in range(6):
-            for e in client.chat.completions.create(
-                model="tiny",
-                messages=TALK,
-                n=4,
-                seed=seed,
-                temperature=1.5,
-                max_tokens=40,
-                stream=True,
-                logit_bias={"2": 2.0},
-            ):
-                for c in e.choices:
-                    ends.setdefault((seed, c.index), []).extend(
-                        [c.finish_reason] * bool(c.finish_reason)
-                    )
-        assert (
-            len(ends) == 24
-            and {len(x) for x in ends.values()} == {1}
-            and {x[0] for x in ends.values()} == {"stop", "length"}
-        )

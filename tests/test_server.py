@@ -18,23 +18,31 @@ from helpers import NO_KERNELS, running, same, until
 
 LONG = dict(max_tokens=200, extra_body=dict(ignore_eos=True))
 TALK = [dict(role="user", content="Hello")]
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+GREEDY = dict(temperature=0)
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+
+
+def tiny():
+    return LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=4)
 
 
 @contextlib.contextmanager
 def serving(drain=60, llm=None, **kw):
     "A server with a tiny model in a thread of its own: its `url`, `llm`, `api`, `server`, `thread`, and the lines `said`."
-    llm, said, up = (
-        llm or LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=4),
-        [],
-        threading.Event(),
-    )
-    sock = listen("127.0.0.1", 0)
+    llm, said, up, sock = llm or tiny(), [], threading.Event(), listen("127.0.0.1", 0)
     server = Server(create_app(llm, "tiny", say=said.append, **kw), drain, up.set)
     with running(server, sock, up) as thread:
         yield SimpleNamespace(
             url=url_of(sock), llm=llm, api=server.api, server=server, thread=thread, said=said
         )
+
+
+def client_of(s, strict=False, kind=openai.OpenAI, **kw):
+    """OpenAI's client. Not strict for streams of completions: its types, unlike the API, have a
+    reason for the end in every part."""
+    how = dict(api_key="any", max_retries=0, timeout=100, _strict_response_validation=strict)
+    return kind(**dict(base_url=f"{getattr(s, 'url', s)}/v1") | how | kw)
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +51,15 @@ def s():
         yield s
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(s):
-    with openai.OpenAI(
-        base_url=f"{s.url}/v1",
-        api_key="any",
-        max_retries=0,
-        timeout=100,
-        _strict_response_validation=True,
-    ) as c:
+    with client_of(s, strict=True) as c:
         yield c
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loose(s):
-    "The client for streams of completions: its types, unlike the API, have a reason for the end in every part."
-    with openai.OpenAI(base_url=f"{s.url}/v1", api_key="any", max_retries=0, timeout=100) as c:
+    with client_of(s) as c:
         yield c
 
 
@@ -69,12 +70,8 @@ def web(s):
 
 
 def nothing_left(s):
-    return (
-        not s.llm.has_unfinished
-        and not s.api.llm.answers
-        and s.api.pending == 0
-        and s.llm.stats().running == 0
-    )
+    held = s.llm.has_unfinished or s.api.llm.answers or s.api.pending
+    return not held and s.llm.stats().running == 0
 
 
 @contextlib.contextmanager
@@ -100,15 +97,34 @@ def paused_after(llm, events):
         llm.resume()
 
 
-def text_of(chunks, index=0):
+@contextlib.contextmanager
+def thread(f, *args):
+    "`f(*args)` at work beside what is in the `with`."
+    t = threading.Thread(target=f, args=args)
+    t.start()
+    yield t
+    t.join()
+
+
+def ends_of(chunks, index=0):
+    "`(text, finish_reason)` that the parts of a stream add up to."
     choices = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
-    return "".join((c.text if hasattr(c, "text") else c.delta.content) or "" for c in choices)
+    texts = [(c.text if hasattr(c, "text") else c.delta.content) or "" for c in choices]
+    return "".join(texts), choices[-1].finish_reason
 
 
-def reason_of(chunks, index=0):
-    return [
-        c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].index == index
-    ][-1]
+def events_of(text):
+    return [json.loads(e[6:]) for e in text.split("\n\n") if e.startswith("data: {")]
+
+
+def address(s):
+    host, port = getattr(s, "url", s).removeprefix("http://").removesuffix("/v1").split(":")
+    return host, int(port)
+
+
+def quiet(s):
+    "No request is under way, and its line is said."
+    until(lambda: not s.server.server_state.tasks)
 
 
 # what is answered
@@ -118,34 +134,24 @@ def reason_of(chunks, index=0):
 def test_chat_is_what_llm_gives(s, client, role):
     talk = [dict(role=role, content="Be brief."), *TALK]
     [out] = s.llm.chat([talk], dict(temperature=0, max_tokens=9))
-    r = client.chat.completions.create(
-        model="tiny", messages=talk, temperature=0, max_completion_tokens=9
+    want = out.outputs[0].text, out.outputs[0].finish_reason
+    ask = partial(
+        client.chat.completions.create,
+        model="tiny",
+        messages=talk,
+        temperature=0,
+        max_completion_tokens=9,
     )
-    assert (r.choices[0].message.content, r.choices[0].finish_reason) == (
-        out.outputs[0].text,
-        out.outputs[0].finish_reason,
-    )
-    assert (r.usage.prompt_tokens, r.usage.completion_tokens) == (
-        len(out.prompt_token_ids),
-        len(out.outputs[0].token_ids),
-    )
-    chunks = list(
-        client.chat.completions.create(
-            model="tiny",
-            messages=talk,
-            temperature=0,
-            max_completion_tokens=9,
-            stream=True,
-            stream_options=dict(include_usage=True),
-        )
-    )
-    assert (
-        text_of(chunks) == out.outputs[0].text and reason_of(chunks) == out.outputs[0].finish_reason
-    )
+    r = ask()
+    assert (r.choices[0].message.content, r.choices[0].finish_reason) == want
+    assert r.usage.prompt_tokens == len(out.prompt_token_ids)
+    assert r.usage.completion_tokens == len(out.outputs[0].token_ids)
+    *chunks, last = ask(stream=True, stream_options=dict(include_usage=True))
+    assert ends_of(chunks) == want
     assert chunks[0].choices[0].delta.role == "assistant" and len({c.id for c in chunks}) == 1
-    assert not chunks[-1].choices and chunks[-1].usage.total_tokens == r.usage.total_tokens
-    assert [c.usage for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0  # it was asked before
+    assert not last.choices and last.usage.total_tokens == r.usage.total_tokens
+    assert {c.usage for c in chunks} == {None}
+    assert last.usage.prompt_tokens_details.cached_tokens > 0  # it was asked before
 
 
 @pytest.mark.parametrize(
@@ -153,59 +159,41 @@ def test_chat_is_what_llm_gives(s, client, role):
 )
 def test_prompts_of_all_forms(s, client, loose, prompt):
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    outs = s.llm.generate(prompts, dict(temperature=0, max_tokens=11))
-    r = client.completions.create(model="tiny", prompt=prompt, temperature=0, max_tokens=11)
-    assert [(c.index, c.text, c.finish_reason) for c in r.choices] == [
-        (i, o.outputs[0].text, o.outputs[0].finish_reason) for i, o in enumerate(outs)
-    ]
+    how = dict(temperature=0, max_tokens=11)
+    outs = s.llm.generate(prompts, how)
+    want = [(o.outputs[0].text, o.outputs[0].finish_reason) for o in outs]
+    r = client.completions.create(model="tiny", prompt=prompt, **how)
+    assert [(c.text, c.finish_reason) for c in r.choices] == want
+    assert [c.index for c in r.choices] == [*range(len(prompts))]
     assert r.usage.prompt_tokens == sum(len(o.prompt_token_ids) for o in outs)
-    chunks = list(
-        loose.completions.create(
-            model="tiny", prompt=prompt, temperature=0, max_tokens=11, stream=True
-        )
-    )
-    assert [text_of(chunks, i) for i in range(len(prompts))] == [o.outputs[0].text for o in outs]
-    assert [reason_of(chunks, i) for i in range(len(prompts))] == [
-        o.outputs[0].finish_reason for o in outs
-    ]
+    chunks = list(loose.completions.create(model="tiny", prompt=prompt, stream=True, **how))
+    assert [ends_of(chunks, i) for i in range(len(prompts))] == want
 
 
 def test_defaults_are_the_apis(client):
-    assert (
-        client.completions.create(
-            model="tiny", prompt="a", extra_body=dict(ignore_eos=True)
-        ).usage.completion_tokens
-        == 16
-    )
-    assert (
-        client.chat.completions.create(
-            model="tiny", messages=TALK, extra_body=dict(ignore_eos=True)
-        ).usage.total_tokens
-        == 256
-    )
+    more = dict(model="tiny", extra_body=dict(ignore_eos=True))
+    assert client.completions.create(prompt="a", **more).usage.completion_tokens == 16
+    assert client.chat.completions.create(messages=TALK, **more).usage.total_tokens == 256
 
 
 def test_several_answers_to_several_prompts(s, client, loose):
     how = dict(n=3, seed=7, temperature=0.8, max_tokens=8)
-    outs = s.llm.generate(["a", "bcd"], how)
-    texts = [c.text for o in outs for c in o.outputs]
-    r = client.completions.create(model="tiny", prompt=["a", "bcd"], **how)
-    assert (
-        [c.text for c in r.choices] == texts
-        and [c.index for c in r.choices] == list(range(6))
-        and len({*texts}) > 2
-    )
-    chunks = list(loose.completions.create(model="tiny", prompt=["a", "bcd"], stream=True, **how))
-    assert [text_of(chunks, i) for i in range(6)] == texts
-    talk = client.chat.completions.create(model="tiny", messages=TALK, **how)
-    chunks = list(client.chat.completions.create(model="tiny", messages=TALK, stream=True, **how))
-    assert [text_of(chunks, i) for i in range(3)] == [c.message.content for c in talk.choices]
+    texts = [c.text for o in s.llm.generate(["a", "bcd"], how) for c in o.outputs]
+    ask = dict(model="tiny", prompt=["a", "bcd"], **how)
+    r = client.completions.create(**ask)
+    assert [(c.index, c.text) for c in r.choices] == [*enumerate(texts)] and len({*texts}) > 2
+    chunks = list(loose.completions.create(stream=True, **ask))
+    assert [ends_of(chunks, i)[0] for i in range(6)] == texts
+    ask = dict(model="tiny", messages=TALK, **how)
+    talk = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(stream=True, **ask))
+    assert [ends_of(chunks, i)[0] for i in range(3)] == [c.message.content for c in talk.choices]
 
 
 def test_settings_reach_the_engine(s, client):
-    "Each is compared with the engine's own answer, and all but two with an answer that lacks it."
+    "Each is compared with the engine's own answer, and with an answer that lacks it."
     plain = s.llm.generate("Once", dict(temperature=0, max_tokens=12))[0].outputs[0]
-    ids, text = plain.token_ids, plain.text
+    ids, text, hot = plain.token_ids, plain.text, dict(seed=3, temperature=1.0)
     for api, extra in (
         (dict(logit_bias={str(ids[0]): -100}), {}),
         (dict(stop=text[3]), {}),
@@ -215,46 +203,33 @@ def test_settings_reach_the_engine(s, client):
         ({}, dict(stop_token_ids=[ids[2]])),
         ({}, dict(bad_words=[[ids[0]]])),
         ({}, dict(allowed_token_ids=[70, 71])),
-        (dict(seed=3, temperature=1.0), dict(top_k=4)),
-        (dict(seed=3, temperature=1.0), dict(min_p=0.2)),
+        (hot, dict(top_k=4)),
+        (hot, dict(min_p=0.2)),
         (dict(seed=4, temperature=1.0, top_p=0.5), {}),
         ({}, dict(min_tokens=2, stop_token_ids=[ids[0]])),
         ({}, dict(structured_outputs=dict(choice=["red", "green"]))),
     ):
         how = dict(temperature=0, max_tokens=12) | api
         want = s.llm.generate("Once", how | extra)[0].outputs[0]
-        got = client.completions.create(
-            model="tiny", prompt="Once", extra_body=extra, **how
-        ).choices[0]
+        ask = dict(model="tiny", prompt="Once", extra_body=extra)
+        got = client.completions.create(**ask, **how).choices[0]
         assert (got.text, got.finish_reason) == (want.text, want.finish_reason), (api, extra)
         assert got.text != text, (api, extra)
 
 
 def test_structured_outputs(client):
     pytest.importorskip("llguidance")
-    schema = dict(
-        type="object",
-        properties=dict(n=dict(enum=[1, 2])),
-        required=["n"],
-        additionalProperties=False,
-    )
+    schema = dict(type="object", properties=dict(n=dict(enum=[1, 2])), required=["n"])
+    schema |= dict(additionalProperties=False)
     form = dict(type="json_schema", json_schema=dict(name="n", schema=schema, strict=True))
+    ask = dict(model="tiny", messages=TALK, response_format=form, max_tokens=100)
     for seed in range(3):
         r = client.chat.completions.create(
-            model="tiny",
-            messages=TALK,
-            response_format=form,
-            seed=seed,
-            max_tokens=100,
-            extra_body=dict(structured_outputs=None),
+            **ask, seed=seed, extra_body=dict(structured_outputs=None)
         )
         assert json.loads(r.choices[0].message.content)["n"] in (1, 2)
-    chunks = list(
-        client.chat.completions.create(
-            model="tiny", messages=TALK, response_format=form, seed=2, max_tokens=100, stream=True
-        )
-    )
-    assert text_of(chunks) == r.choices[0].message.content
+    chunks = list(client.chat.completions.create(**ask, seed=2, stream=True))
+    assert ends_of(chunks)[0] == r.choices[0].message.content
 
 
 def test_log_probabilities(s, client, loose):
@@ -263,132 +238,93 @@ def test_log_probabilities(s, client, loose):
         [l.logprob for l in sorted(step.values(), key=lambda l: l.rank)[:2]]
         for step in out.outputs[0].logprobs
     ]
-    how = dict(
-        model="tiny", messages=TALK, temperature=0, max_tokens=9, logprobs=True, top_logprobs=2
-    )
-    r = client.chat.completions.create(**how).choices[0].logprobs
-    whole = r.content
+    how = dict(model="tiny", temperature=0, max_tokens=9)
+    chat = how | dict(messages=TALK, logprobs=True, top_logprobs=2)
+    r = client.chat.completions.create(**chat).choices[0].logprobs
     assert r.model_dump()["refusal"] is None and "refusal" in r.model_fields_set  # it must be there
-    assert same([[t.logprob for t in x.top_logprobs] for x in whole], want, s.llm.backend)
-    parts = [
-        x
-        for c in client.chat.completions.create(stream=True, **how)
-        for x in (c.choices[0].logprobs.content if c.choices[0].logprobs else [])
-    ]
-    assert same([p.model_dump() for p in parts], [w.model_dump() for w in whole], s.llm.backend)
-    how = dict(model="tiny", prompt="abc", temperature=0, max_tokens=9, logprobs=2)
-    whole = client.completions.create(**how).choices[0].logprobs
-    chunks = [c.choices[0].logprobs for c in loose.completions.create(stream=True, **how)]
+    assert same([[t.logprob for t in x.top_logprobs] for x in r.content], want, s.llm.backend)
+    chunks = [c.choices[0].logprobs for c in client.chat.completions.create(stream=True, **chat)]
+    parts = [x.model_dump() for c in chunks if c for x in c.content]
+    assert same(parts, [w.model_dump() for w in r.content], s.llm.backend)
+    text = how | dict(prompt="abc", logprobs=2)
+    whole = client.completions.create(**text).choices[0].logprobs
+    chunks = [c.choices[0].logprobs for c in loose.completions.create(stream=True, **text)]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         streamed = [x for c in chunks if c for x in getattr(c, name)]
         assert same(streamed, getattr(whole, name), s.llm.backend), name
 
 
+@pytest.mark.parametrize("most", [0, 3])
 @pytest.mark.parametrize("prompt", ["abcd", [100, 101, 102, 103]])
-def test_echo_with_log_probabilities_of_the_prompt(s, web, prompt):
+def test_echo_with_log_probabilities_of_the_prompt(s, web, prompt, most):
     "As programs score texts; the first token has no log probability, so OpenAI's client is not strict here."
     text = "abcd" if isinstance(prompt, str) else bytes(i - 3 for i in prompt).decode()
     score = [None, *s.llm.logprobs([prompt])[0].logprobs]
-    for most in (0, 3):
-        body = dict(prompt=prompt, echo=True, logprobs=1, max_tokens=most, temperature=0)
-        d = web.post("/v1/completions", json=body).json()
-        got = d["choices"][0]
-        assert got["text"].startswith(text) and (most or got["text"] == text)
-        assert (
-            got["logprobs"]["token_logprobs"][:4] == score
-            and len(got["logprobs"]["tokens"]) == 4 + most
-        )
-        assert (
-            got["logprobs"]["text_offset"][:5] == [0, 1, 2, 3, 4][: 4 + most]
-            and got["logprobs"]["tokens"][0] == text[0]
-        )
-        assert d["usage"]["completion_tokens"] == most and got["finish_reason"] == "length"
-        events = [
-            json.loads(x[6:])
-            for x in web.post("/v1/completions", json=body | dict(stream=True)).text.split("\n\n")
-            if x and "DONE" not in x
-        ]
-        parts = [e["choices"][0] for e in events]
-        assert "".join(p["text"] for p in parts) == got["text"]
-        for name in got["logprobs"]:
-            assert [x for p in parts if p["logprobs"] for x in p["logprobs"][name]] == got[
-                "logprobs"
-            ][name]
+    body = dict(prompt=prompt, echo=True, logprobs=1, max_tokens=most, temperature=0)
+    d = web.post(TEXT, json=body).json()
+    got = d["choices"][0]
+    logprobs = got["logprobs"]
+    assert got["text"].startswith(text) and (most or got["text"] == text)
+    assert logprobs["token_logprobs"][:4] == score and len(logprobs["tokens"]) == 4 + most
+    assert logprobs["text_offset"][:5] == [0, 1, 2, 3, 4][: 4 + most]
+    assert logprobs["tokens"][0] == text[0]
+    assert d["usage"]["completion_tokens"] == most and got["finish_reason"] == "length"
+    events = events_of(web.post(TEXT, json=body | dict(stream=True)).text)
+    parts = [e["choices"][0] for e in events]
+    assert "".join(p["text"] for p in parts) == got["text"]
+    for name, whole in logprobs.items():
+        assert [x for p in parts if p["logprobs"] for x in p["logprobs"][name]] == whole
 
 
-def test_echo_and_prompt_logprobs(s, client, loose, web):
-    want = s.llm.generate("abc", dict(temperature=0, max_tokens=5))[0].outputs[0].text
-    for stream in (False, True):
-        r = loose.completions.create(
-            model="tiny",
-            prompt=["abc", [70, 71]],
-            echo=True,
-            temperature=0,
-            max_tokens=5,
-            stream=stream,
-        )
-        assert (text_of(list(r)) if stream else r.choices[0].text) == "abc" + want
-    [out] = s.llm.generate("abc", dict(temperature=0, max_tokens=1, prompt_logprobs=2))
-    d = web.post(
-        "/v1/completions", json=dict(prompt="abc", max_tokens=1, temperature=0, prompt_logprobs=2)
-    ).json()["choices"][0]["prompt_logprobs"]
-    assert d[0] is None and [{int(k): v["logprob"] for k, v in x.items()} for x in d[1:]] == [
+def test_echo_and_prompt_logprobs(s, loose, web):
+    how = dict(temperature=0, max_tokens=5)
+    want = s.llm.generate("abc", how)[0].outputs[0].text
+    ask = dict(model="tiny", prompt=["abc", [70, 71]], echo=True, **how)
+    assert loose.completions.create(**ask).choices[0].text == "abc" + want
+    assert ends_of(list(loose.completions.create(stream=True, **ask)))[0] == "abc" + want
+    how = dict(temperature=0, max_tokens=1, prompt_logprobs=2)
+    [out] = s.llm.generate("abc", how)
+    first, *d = web.post(TEXT, json=dict(prompt="abc", **how)).json()["choices"][0][
+        "prompt_logprobs"
+    ]
+    assert first is None and [{int(k): v["logprob"] for k, v in x.items()} for x in d] == [
         {k: v.logprob for k, v in x.items()} for x in out.prompt_logprobs[1:]
     ]
-    assert (
-        len(
-            web.post(
-                "/v1/chat/completions", json=dict(messages=TALK, max_tokens=1, prompt_logprobs=0)
-            ).json()["prompt_logprobs"]
-        )
-        == 23
-    )
+    ask = dict(messages=TALK, max_tokens=1, prompt_logprobs=0)
+    assert len(web.post(CHAT, json=ask).json()["prompt_logprobs"]) == 23
 
 
 def test_chat_template_options(s, web):
-    ask = lambda **more: web.post(
-        "/v1/chat/completions",
-        json=dict(messages=[*TALK, dict(role="assistant", content="Well")], max_tokens=1, **more),
-    ).json()["usage"]["prompt_tokens"]
-    assert ask() - ask(add_generation_prompt=False) == len("assistant:") + 1
-    assert ask(add_generation_prompt=False, continue_final_message=True) < ask(
-        add_generation_prompt=False
-    )
+    talk = [*TALK, dict(role="assistant", content="Well")]
+
+    def ask(**more):
+        body = dict(messages=talk, max_tokens=1, **more)
+        return web.post(CHAT, json=body).json()["usage"]["prompt_tokens"]
+
+    bare = ask(add_generation_prompt=False)
+    assert ask() - bare == len("assistant:") + 1
+    assert ask(add_generation_prompt=False, continue_final_message=True) < bare
 
 
-def test_who_matters_more_goes_first(s, web):
-    order = []
+def test_who_matters_more_goes_first(s):
+    statuses, began = [], []
 
-    def ask(name, priority):
-        web_ = httpx.Client(base_url=s.url, timeout=100)
-        order.append(
-            (
-                name,
-                web_.post(
-                    "/v1/completions", json=dict(prompt=name, max_tokens=1, priority=priority)
-                ).status_code,
-            )
-        )
-
-    began = []
+    def ask(i):
+        body = dict(prompt=chr(97 + i) * 3, max_tokens=1, priority=-i)
+        statuses.append(httpx.post(s.url + TEXT, json=body, timeout=100).status_code)
 
     def watch(_, event, x):
         if event == "ended":
-            began.append(x.prompt_ids)
+            began.append(chr(x.prompt_ids[0] - 3))
 
     s.llm.watchers.append(watch)
-    with paused_after(s.llm, 0):
-        threads = [threading.Thread(target=ask, args=(chr(97 + i) * 3, -i)) for i in range(8)]
-        for i, t in enumerate(threads):
-            t.start()
-            until(lambda: len(s.llm.groups) == i + 1)
-    for t in threads:
-        t.join()
+    with contextlib.ExitStack() as stack:
+        with paused_after(s.llm, 0):
+            for i in range(8):
+                stack.enter_context(thread(ask, i))
+                until(lambda: len(s.llm.groups) == i + 1)
     s.llm.watchers.remove(watch)
-    assert [chr(ids[0] - 3) for ids in began[:4]] == list("hgfe") or {
-        chr(ids[0] - 3) for ids in began[:4]
-    } == {*"hgfe"}
-    assert {status for _, status in order} == {200}
+    assert {*began[:4]} == {*"hgfe"} and {*statuses} == {200}
 
 
 def test_a_crowd_of_async_clients(s):
@@ -401,26 +337,16 @@ def test_a_crowd_of_async_clients(s):
     expected = [o.outputs[0].text for o in s.llm.generate(prompts, settings, use_tqdm=False)]
 
     async def one(c, loose, i):
+        ask = dict(model="tiny", prompt=prompts[i], **settings[i])
         if i % 2:
-            return (
-                (await c.completions.create(model="tiny", prompt=prompts[i], **settings[i]))
-                .choices[0]
-                .text
-            )
-        return "".join(
-            [
-                x.choices[0].text
-                async for x in await loose.completions.create(
-                    model="tiny", prompt=prompts[i], stream=True, **settings[i]
-                )
-            ]
-        )
+            return (await c.completions.create(**ask)).choices[0].text
+        parts = await loose.completions.create(stream=True, **ask)
+        return "".join([x.choices[0].text async for x in parts])
 
     async def crowd():
-        how = dict(base_url=f"{s.url}/v1", api_key="any", timeout=100)
         async with (
-            openai.AsyncOpenAI(**how, _strict_response_validation=True) as c,
-            openai.AsyncOpenAI(**how) as loose,
+            client_of(s, True, openai.AsyncOpenAI, max_retries=2) as c,
+            client_of(s, False, openai.AsyncOpenAI, max_retries=2) as loose,
         ):
             return await asyncio.gather(*(one(c, loose, i) for i in range(len(prompts))))
 
@@ -428,15 +354,31 @@ def test_a_crowd_of_async_clients(s):
     until(lambda: nothing_left(s))
 
 
-def test_tokens_of_one_reader_come_one_by_one(s, client, loose):
+def test_tokens_of_one_reader_come_one_by_one(s, loose):
     "What the engine made is sent though it makes no more for now."
     with paused_after(s.llm, 12):
         stream = loose.completions.create(model="tiny", prompt="a", stream=True, **LONG)
-        first = next(iter(stream))
-        assert first.choices[0].finish_reason is None
+        assert next(iter(stream)).choices[0].finish_reason is None
         assert len(s.llm.groups) == 1
         stream.close()
     until(lambda: nothing_left(s))
+
+
+@pytest.mark.parametrize("ask", [dict(messages=TALK), dict(prompt="abc")])
+def test_usage_in_every_part(web, ask):
+    ask |= dict(stream=True, max_tokens=5, n=2, ignore_eos=True, seed=1)
+    path = CHAT if "messages" in ask else TEXT
+    parts = lambda **more: events_of(web.post(path, json=ask | dict(stream_options=more)).text)
+    told = parts(include_usage=True, continuous_usage_stats=True)
+    for u in (part["usage"] for part in told):
+        assert u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"]
+    for i in (0, 1):
+        own = [p for p in told if p["choices"] and p["choices"][0]["index"] == i]
+        counts = [p["usage"]["completion_tokens"] for p in own]
+        assert counts == sorted(counts) and counts[-1] == 5 and counts[0] >= 1
+    assert not told[-1]["choices"] and told[-1]["usage"]["completion_tokens"] == 10
+    assert {p["usage"] is None for p in parts(include_usage=True)[:-1]} == {True}
+    assert not any("usage" in p for p in parts(include_usage=False, continuous_usage_stats=True))
 
 
 # beside the answers
@@ -445,48 +387,56 @@ def test_tokens_of_one_reader_come_one_by_one(s, client, loose):
 def test_models(client):
     [m] = client.models.list().data
     assert (m.id, m.object, client.models.retrieve("tiny").id) == ("tiny", "model", "tiny")
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError):
         client.models.retrieve("an/other")
 
 
 def test_other_names_of_the_model():
     with serving(others=["/models/tiny", "org/tiny"]) as s:
         for name in ("tiny", "/models/tiny", "org/tiny", None):
-            assert (
-                httpx.post(f"{s.url}/v1/completions", json=dict(model=name, prompt="a")).status_code
-                == 200
-            )
+            assert httpx.post(s.url + TEXT, json=dict(model=name, prompt="a")).status_code == 200
         assert httpx.get(f"{s.url}/v1/models/org/tiny").json()["id"] == "tiny"
+
+
+def test_a_model_that_is_none_names_those_that_there_are(web, monkeypatch):
+    monkeypatch.setattr("batchlab.serve.app.adapter_names", lambda llm: ["pirate", "poet"])
+    r = web.post(TEXT, json=dict(prompt="a", model="pirat"))
+    said = r.json()["error"]["message"]
+    assert r.status_code == 404 and all(repr(x) in said for x in ("tiny", "pirate", "poet"))
 
 
 def test_tokens_and_back(s, web):
     d = web.post("/tokenize", json=dict(model="tiny", prompt="né", return_token_strs=True)).json()
-    assert (
-        d["tokens"] == s.llm.tokenizer("né")["input_ids"]
-        and d["count"] == 3 == len(d["token_strs"])
-        and d["max_model_len"] == 256
-    )
+    assert d["tokens"] == s.llm.tokenizer("né")["input_ids"]
+    assert (d["count"], len(d["token_strs"]), d["max_model_len"]) == (3, 3, 256)
     assert web.post("/detokenize", json=dict(tokens=d["tokens"])).json() == dict(prompt="né")
     [out] = s.llm.chat([TALK], dict(max_tokens=1))
     assert web.post("/tokenize", json=dict(messages=TALK)).json()["tokens"] == out.prompt_token_ids
-    assert web.post("/tokenize", json=dict(messages=TALK, add_generation_prompt=False)).json()[
-        "count"
-    ] < len(out.prompt_token_ids)
-    for path, body, param in (
+    bare = web.post("/tokenize", json=dict(messages=TALK, add_generation_prompt=False)).json()
+    assert bare["count"] < len(out.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    "path,body,param",
+    [
         ("/tokenize", {}, "prompt"),
+        ("/tokenize", dict(prompt=None), "prompt"),
+        ("/tokenize", dict(prompt="a", messages=TALK), "prompt"),
         ("/tokenize", dict(prompt=5), "prompt"),
         ("/tokenize", dict(prompt="a", x=1), "x"),
+        ("/tokenize", {"prompt": "a", "\ud800": 1}, None),
+        ("/tokenize", dict(prompt="a", add_generation_prompt=True), "add_generation_prompt"),
+        ("/tokenize", dict(messages=TALK, add_special_tokens=True), "add_special_tokens"),
+        ("/tokenize", dict(messages=TALK, chat_template_kwargs=[]), "chat_template_kwargs"),
+        ("/tokenize", dict(messages=[5]), "messages"),
         ("/detokenize", dict(tokens=[-1]), "tokens"),
         ("/detokenize", dict(tokens="a"), "tokens"),
         ("/detokenize", dict(tokens=[10**9]), "tokens"),
-        ("/tokenize", dict(messages=[5]), None),
-    ):
-        r = web.post(path, json=body)
-        assert r.status_code == 400 and r.json()["error"]["param"] in (param, "messages"), (
-            path,
-            body,
-            r.text,
-        )
+    ],
+)
+def test_no_tokens(web, path, body, param):
+    r = web.post(path, content=json.dumps(body))
+    assert (r.status_code, r.json()["error"]["param"]) == (400, param), r.text
 
 
 def test_health_version_and_figures(s, web):
@@ -494,345 +444,220 @@ def test_health_version_and_figures(s, web):
     from batchlab import __version__
 
     def figures():
-        return {
-            x.name + str(x.labels.get("finished_reason", x.labels.get("le", ""))): x.value
-            for f in text_string_to_metric_families(web.get("/metrics").text)
-            for x in f.samples
-        }
+        families = text_string_to_metric_families(web.get("/metrics").text)
+        key = lambda x: x.name + str(x.labels.get("finished_reason", x.labels.get("le", "")))
+        return {key(x).removeprefix("vllm:"): x.value for f in families for x in f.samples}
 
-    assert web.get("/health").status_code == 200 and web.get("/version").json() == dict(
-        version=__version__
-    )
-    before = figures()
-    usage = web.post(
-        "/v1/completions", json=dict(prompt="abcde", max_tokens=5, ignore_eos=True)
-    ).json()["usage"]
-    web.post(
-        "/v1/completions", json=dict(prompt="abcde", max_tokens=3, ignore_eos=True, stream=True)
-    )
+    assert web.get("/health").status_code == 200
+    assert web.get("/version").json() == dict(version=__version__)
+    before, body = figures(), dict(prompt="abcde", max_tokens=5, ignore_eos=True)
+    assert web.post(TEXT, json=body).json()["usage"]["completion_tokens"] == 5
+    web.post(TEXT, json=body | dict(max_tokens=3, stream=True))
     until(lambda: nothing_left(s))
     now = figures()
-    more = lambda name: now["vllm:" + name] - before.get("vllm:" + name, 0)
-    assert (
-        more("prompt_tokens_total"),
-        more("generation_tokens_total"),
-        more("request_success_totallength"),
-    ) == (10, 8, 2) and usage["completion_tokens"] == 5
-    assert (
-        more("time_to_first_token_seconds_count"),
-        more("e2e_request_latency_seconds_count"),
-        more("inter_token_latency_seconds_count"),
-    ) == (2, 2, 6)
-    assert more("time_to_first_token_seconds_bucket+Inf") == 2
-    assert (now["vllm:num_requests_running"], now["vllm:num_requests_waiting"]) == (
-        0,
-        0,
-    ) and 0 <= now["vllm:kv_cache_usage_perc"] <= 1
+    for name, more in dict(
+        prompt_tokens_total=10,
+        generation_tokens_total=8,
+        request_success_totallength=2,
+        time_to_first_token_seconds_count=2,
+        e2e_request_latency_seconds_count=2,
+        inter_token_latency_seconds_count=6,
+        **{"time_to_first_token_seconds_bucket+Inf": 2},
+    ).items():
+        assert now[name] - before.get(name, 0) == more, name
+    assert now["num_requests_running"] == now["num_requests_waiting"] == 0
+    assert 0 <= now["kv_cache_usage_perc"] <= 1
     with (
         paused_after(s.llm, 12),
-        openai.OpenAI(base_url=f"{s.url}/v1", api_key="any").completions.create(
-            model="tiny", prompt="a", stream=True, **LONG
-        ) as stream,
+        client_of(s).completions.create(model="tiny", prompt="a", stream=True, **LONG) as stream,
     ):
         next(iter(stream))
         held = figures()
-        assert held["vllm:num_requests_running"] == 1 and held["vllm:kv_cache_usage_perc"] > 0
+        assert held["num_requests_running"] == 1 and held["kv_cache_usage_perc"] > 0
 
 
 def test_a_line_for_each_request(s, web):
-    until(lambda: not s.server.server_state.tasks)  # a line may come after its answer
+    quiet(s)
     del s.said[:]
     some = dict(prompt="abc", max_tokens=2, ignore_eos=True)
-    asks = [
-        partial(web.post, "/v1/completions?token=secret", json=some),
-        partial(web.post, "/v1/completions", json=some | dict(stream=True)),
-        partial(web.post, "/v1/completions", json=dict(prompt="abc", stop=["a secret", 5])),
-        partial(web.get, "/v1/%0a%1b[31mnope"),
-    ]
-    for i, ask in enumerate(asks, 1):
+    for i, ask in enumerate(
+        [
+            lambda: web.post(f"{TEXT}?token=secret", json=some),
+            lambda: web.post(TEXT, json=some | dict(stream=True)),
+            lambda: web.post(TEXT, json=dict(prompt="abc", stop=["a secret", 5])),
+            lambda: web.get("/v1/%0a%1b[31mnope"),
+        ],
+        1,
+    ):
         ask()
         until(lambda: len(s.said) == i)
-    number = re.compile(r"\d+\.\d\d s")
-    assert [number.sub("T s", x) for x in s.said] == [
-        "POST /v1/completions 200, T s, 3 tokens in, 2 out"
-    ] * 2 + [
-        "POST /v1/completions 400, T s, invalid_request: stop must be a string or a list of strings, none of them empty",
-        "GET /v1/%0a%1b[31mnope 404, T s, not_found: /v1/\\n\\x1b[31mnope is not served here: see /v1/models and /v1/chat/completions",
-    ]
+    lines = [re.sub(r"\d+\.\d\d s", "T s", x) for x in s.said]
+    assert lines[:2] == [f"POST {TEXT} 200, T s, 3 tokens in, 2 out"] * 2
+    assert lines[2].startswith(f"POST {TEXT} 400, T s, invalid_request: stop")
+    assert lines[3].startswith("GET /v1/%0a%1b[31mnope 404, T s, not_found: /v1/\\n\\x1b[31mnope ")
 
 
-def test_the_log_quotes_nothing_of_a_request(s, web):
-    secret = """it's a "secret" """
-    bodies = [
-        dict(prompt="a", stop=[secret, 5]),
-        dict(prompt="a", model=secret),
-        {"prompt": "a", secret: 1},
-        dict(prompt=dict(a=secret)),
-        dict(prompt="a", user=secret, temperature=secret),
+SECRET = """it's a "secret" """
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict(prompt="a", stop=[SECRET, 5]),
+        dict(prompt="a", model=SECRET),
+        {"prompt": "a", SECRET: 1},
+        dict(prompt=dict(a=SECRET)),
+        dict(prompt="a", user=SECRET, temperature=SECRET),
+        dict(prompt="a", stream=SECRET),
         dict(prompt="a", structured_outputs=dict(regex="(secret")),
-        dict(messages=[dict(role=secret, content="")]),
-        dict(messages=[dict(role="user", content=[dict(type=secret)])]),
-    ]
-    for body in bodies:
-        until(lambda: not s.server.server_state.tasks)
-        del s.said[:]
-        assert web.post(
-            "/v1/chat/completions" if "messages" in body else "/v1/completions", json=body
-        ).status_code in (400, 404)
-        until(lambda: len(s.said) == 1)
-        assert "secret" not in s.said[0] and ": " in s.said[0], s.said
+        dict(messages=[dict(role=SECRET, content="")]),
+        dict(messages=[dict(role="user", content=[dict(type=SECRET)])]),
+    ],
+)
+def test_the_log_quotes_nothing_of_a_request(s, web, body):
+    quiet(s)
+    del s.said[:]
+    path = CHAT if "messages" in body else TEXT
+    assert web.post(path, json=body).status_code in (400, 404)
+    until(lambda: len(s.said) == 1)
+    assert "secret" not in s.said[0] and ": " in s.said[0], s.said
 
 
 # what goes wrong
 
-BAD = [  # body, status, code, param, words of the message
-    (b'{"prompt": "a"', 400, "invalid_request", None, "not JSON"),
-    (b"\xff\xfe", 400, "invalid_request", None, "UTF-8"),
-    (b"[1]", 400, "invalid_request", None, "JSON object"),
-    (b"[" * 100_000, 400, "invalid_request", None, "nested"),
-    (b"", 400, "invalid_request", None, "not JSON"),
-    (b'{"prompt": "a", "temperature": NaN}', 400, "invalid_request", None, "NaN"),
-    (dict(), 400, "invalid_request", "prompt", "prompt must be"),
-    (dict(prompt=5), 400, "invalid_request", "prompt", "prompt must be"),
-    (dict(prompt=["a", 5]), 400, "invalid_request", "prompt", "prompt must be"),
-    (dict(prompt=[]), 400, "invalid_request", "prompt", "prompt must be"),
-    (dict(prompt={"messages": []}), 400, "invalid_request", "prompt", "prompt must be"),
-    (dict(prompt=[10**6]), 400, "invalid_request", "prompt", "1000000"),
-    (dict(prompt="a", model="gpt-4"), 404, "model_not_found", "model", "'gpt-4' does not exist"),
-    (dict(prompt="a", model=5), 400, "invalid_request", "model", "a string"),
-    (dict(prompt="a", temprature=1), 400, "invalid_request", "temprature", "did you mean"),
-    (dict(prompt="a", max_tokens=-1), 400, "invalid_request", "max_tokens", "max_tokens"),
-    (dict(prompt="a", max_tokens=0), 400, "invalid_request", "max_tokens", "max_tokens"),
-    (dict(prompt="a", n=129), 400, "invalid_request", "n", "128"),
-    (dict(prompt="a", best_of=2), 400, "invalid_request", "best_of", "best_of"),
-    (dict(prompt="a", stream=1), 400, "invalid_request", "stream", "true or false"),
-    (dict(prompt="a", logit_bias={"999": 1}), 400, "invalid_request", "logit_bias", "logit_bias"),
-    (dict(prompt="a" * 300), 400, "context_length_exceeded", "prompt", "300 tokens"),
-    (
-        dict(prompt="a", stream_options={"include_usage": True}),
-        400,
-        "invalid_request",
-        "stream_options",
-        "stream",
-    ),
-    (dict(prompt="a", logprobs=21), 400, "invalid_request", "logprobs", "20"),
-    (
-        dict(prompt="a", stream=True, stream_options=dict(often=True)),
-        400,
-        "invalid_request",
-        "stream_options",
-        "often",
-    ),
-    (
-        dict(prompt="a", response_format=dict(type="xml")),
-        400,
-        "invalid_request",
-        "response_format",
-        "json_schema",
-    ),
-    (
-        dict(prompt="a", structured_outputs=dict(regex="(")),
-        400,
-        "invalid_request",
-        "structured_outputs",
-        "regex",
-    ),
-    (dict(prompt="a", priority="high"), 400, "invalid_request", "priority", "whole number"),
-    (
-        dict(messages=TALK, tools=[dict(type="function", function=dict(name="f"))]),
-        400,
-        "invalid_request",
-        "tools",
-        "not supported",
-    ),
-    (dict(messages=[]), 400, "invalid_request", "messages", "messages must be"),
-    (dict(messages="hi"), 400, "invalid_request", "messages", "messages must be"),
-    (
-        dict(
-            messages=[dict(role="user", content=[dict(type="image_url", image_url=dict(url="x"))])]
-        ),
-        400,
-        "invalid_request",
-        "messages",
-        "only text",
-    ),
-    (
-        dict(messages=[dict(role="wizard", content="a")]),
-        400,
-        "invalid_request",
-        "messages",
-        "has the role 'wizard'",
-    ),
-    (
-        dict(messages=[dict(role="user", content="caf\ud800")]),
-        400,
-        "invalid_request",
-        "messages",
-        "character 3 is half of one",
-    ),
-    (dict(prompt="caf\ud800"), 400, "invalid_request", "prompt", "character 3 is half of one"),
-    (
-        dict(messages=TALK, logprobs=True, top_logprobs=50),
-        400,
-        "invalid_request",
-        "top_logprobs",
-        "top_logprobs must be a whole number from 0 to 20",
-    ),
-    (
-        dict(messages=TALK, prompt="a"),
-        400,
-        "invalid_request",
-        "prompt",
-        "ask there, or give messages",
-    ),
-    (
-        dict(prompt="a", max_tokens=10**6),
-        400,
-        "invalid_request",
-        "max_tokens",
-        "the model holds 256 tokens",
-    ),
-    (
-        dict(messages=TALK, max_completion_tokens=257),
-        400,
-        "invalid_request",
-        "max_completion_tokens",
-        "max_completion_tokens is 257",
-    ),
-    (dict(messages=[dict(role="user")]), 400, "invalid_request", "messages", "content"),
-    (
-        dict(messages=TALK, chat_template="{{ 1 }}"),
-        400,
-        "invalid_request",
-        "chat_template",
-        "not supported",
-    ),
-    (dict(messages=TALK, top_logprobs=2), 400, "invalid_request", "top_logprobs", "logprobs"),
-    (
-        dict(messages=[dict(role="user", content="x" * 400)]),
-        400,
-        "context_length_exceeded",
-        "messages",
-        "tokens",
-    ),
+FORM = dict(type="function", function=dict(name="f"))
+IMAGE = [dict(type="image_url", image_url=dict(url="x"))]
+say = lambda content, role="user": dict(messages=[dict(role=role, content=content)])
+text = lambda **more: dict(prompt="a") | more
+chat = lambda **more: dict(messages=TALK) | more
+BAD = [  # body, param, a word of the message
+    (b'{"prompt": "a"', None, "not JSON"),
+    (b"\xff\xfe", None, "UTF-8"),
+    (b"[1]", None, "JSON object"),
+    (b"[" * 100_000, None, "nested"),
+    (b"", None, "not JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', None, "NaN"),
+    *((text(prompt=p), "prompt", "prompt") for p in (None, 5, ["a", 5], [], {"messages": []})),
+    ({}, "prompt", "prompt"),
+    (text(prompt=[10**6]), "prompt", "1000000"),
+    (text(prompt="caf\ud800"), "prompt", "half"),
+    (text(model=5), "model", "string"),
+    (text(temprature=1), "temprature", "did you mean"),
+    *((text(max_tokens=n), "max_tokens", "max_tokens") for n in (-1, 0, 10**6)),
+    (text(n=129), "n", "128"),
+    (text(best_of=2), "best_of", "best_of"),
+    (text(stream=1), "stream", "true or false"),
+    (text(logit_bias={"999": 1}), "logit_bias", "logit_bias"),
+    (text(stream_options={"include_usage": True}), "stream_options", "stream"),
+    (text(stream=True, stream_options=dict(often=True)), "stream_options", "often"),
+    (text(stream=True, stream_options=dict(include_usage=1)), "stream_options", "true or false"),
+    (text(stream=True, stream_options={"\ud800": 1}), "stream_options", "ud800"),
+    (text(stream=True, prompt_logprobs=1), "prompt_logprobs", "stream"),
+    (text(logprobs=21), "logprobs", "20"),
+    (text(response_format=dict(type="xml")), "response_format", "json_schema"),
+    (text(response_format="xml"), "response_format", "object"),
+    (text(structured_outputs=dict(regex="(")), "structured_outputs", "regex"),
+    (text(priority="high"), "priority", "whole number"),
+    (text(stop=["x"] * 129), "stop", "128"),
+    (text(messages=TALK), "messages", "prompt"),
+    (chat(tools=[FORM]), "tools", "not supported"),
+    (dict(messages=[]), "messages", "messages"),
+    (dict(messages="hi"), "messages", "messages"),
+    (say(IMAGE), "messages", "text"),
+    (say("a", "wizard"), "messages", "wizard"),
+    (say("caf\ud800"), "messages", "half"),
+    (dict(messages=[dict(role="user")]), "messages", "content"),
+    (chat(prompt="a"), "prompt", "messages"),
+    (chat(max_completion_tokens=257), "max_completion_tokens", "257"),
+    (chat(chat_template="{{ 1 }}"), "chat_template", "not supported"),
+    (chat(top_logprobs=2), "top_logprobs", "logprobs"),
+    (chat(logprobs=3), "logprobs", "true or false"),
+    (chat(logprobs=True, top_logprobs=50), "top_logprobs", "20"),
+]
+BAD = [(*row, 400, "invalid_request") for row in BAD] + [
+    (text(model="gpt-4"), "model", "gpt-4", 404, "model_not_found"),
+    (text(prompt="a" * 300), "prompt", "300", 400, "context_length_exceeded"),
+    (say("x" * 400), "messages", "tokens", 400, "context_length_exceeded"),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body,status,code,param,words", BAD)
-def test_bad_requests(s, web, body, status, code, param, words, stream):
-    path = (
-        "/v1/chat/completions"
-        if isinstance(body, dict) and "messages" in body
-        else "/v1/completions"
-    )
+@pytest.mark.parametrize("body,param,word,status,code", BAD)
+def test_bad_requests(s, web, body, param, word, status, code, stream):
+    talks = isinstance(body, dict) and "messages" in body
+    path = CHAT if talks and ("prompt" not in body or param == "prompt") else TEXT
     if isinstance(body, dict):
-        if stream and "stream" not in body and "stream_options" not in body:
+        if stream and not {"stream", "stream_options", "prompt_logprobs"} & body.keys():
             body = body | dict(stream=True)
         body = json.dumps(body).encode()
     r = web.post(path, content=body)
     e = r.json()["error"]
-    assert (r.status_code, e["code"], e["param"], e["type"]) == (
-        status,
-        code,
-        param,
-        "invalid_request_error",
-    ), r.text
-    assert words in e["message"] and "\n" not in e["message"]
+    assert (r.status_code, e["code"], e["param"]) == (status, code, param), r.text
+    assert e["type"] == "invalid_request_error"
+    assert word in e["message"] and "\n" not in e["message"]
     until(lambda: nothing_left(s))
 
 
-def test_paths_that_are_not_served(client, web):
-    with pytest.raises(openai.NotFoundError, match="v1/moderations is not served here") as e:
+def test_other_services_of_the_api(client):
+    with pytest.raises(openai.NotFoundError, match="v1/moderations") as e:
         client.moderations.create(model="tiny", input="a")
     assert e.value.code == "not_found"
-    with pytest.raises(openai.NotFoundError, match="no responses: use /v1/chat/completions"):
+    with pytest.raises(openai.NotFoundError, match=CHAT):
         client.responses.create(model="tiny", input="a")
-    for method, path, status in (
-        ("GET", "/", 404),
-        ("POST", "/v2/x", 404),
-        ("GET", "/v1/completions", 405),
-        ("DELETE", "/v1/models", 405),
-        ("POST", "/v1/completions/", 404),
-        ("GET", "/docs", 404),
-    ):
-        r = web.request(method, path)
-        assert r.status_code == status and r.json()["error"]["code"] == (
-            "not_found" if status == 404 else "method_not_allowed"
-        ), r.text
-        assert status == 404 or r.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    "method,path,status,word",
+    [
+        ("GET", "/", 404, ""),
+        ("GET", "/docs", 404, ""),
+        ("GET", TEXT, 405, "POST"),
+        ("DELETE", "/v1/models", 405, "GET"),
+        ("POST", "//v1/chat/completions", 404, "base_url"),
+        ("POST", "/v1/v1/chat/completions", 404, "base_url"),
+        ("POST", "/chat/completions", 404, "base_url"),
+        ("POST", "/v1/completions/", 404, "base_url"),
+        ("POST", "/v1/files", 404, "--data FOLDER"),
+        ("POST", "/v1/responses", 404, CHAT),
+        ("POST", "/v2/nope", 404, "/v1/models"),
+    ],
+)
+def test_paths_that_are_not_served(web, method, path, status, word):
+    r = web.request(method, path, json={})
+    e = r.json()["error"]
+    code = "not_found" if status == 404 else "method_not_allowed"
+    assert (r.status_code, e["code"]) == (status, code) and word in e["message"]
+    assert status == 404 or word in r.headers["allow"]
+
+
+def test_head_is_get_without_a_body(web):
+    for path in ("/v1/models", "/v1/models/tiny", "/health", "/version", "/metrics", "/v1/nope"):
+        head, get = web.head(path), web.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        assert not get.content or head.headers["content-type"] == get.headers["content-type"]
+    assert web.head(TEXT).status_code == 405
+    assert web.get("/v1/models").status_code == 200  # the connection still works
+
+
+ODD = [None, True, False, 0, 1, -1, 2, 3.5, 10**30, 1e308, -1e308, "", "a", "\ud800", "\x00"]
+ODD += [[], [1], ["a"], [[]], [[1]], [None], {}, {"a": 1}, {"5": 1}, {"type": "json_object"}]
+ODD += ["x" * 300, {"\ud800": 1}]
+KEYS = """stream stream_options echo prompt_logprobs priority model prompt messages logprobs top_logprobs response_format tools
+    tool_choice chat_template_kwargs add_generation_prompt continue_final_message user metadata suffix functions guided_json timeout
+    x \ud800""".split()
 
 
 def test_values_at_random_are_never_a_500(s, web):
     "Any JSON for any key: an answer, or an error that names what is wrong."
-    from batchlab.jobs.schema import OPTIONS
+    from batchlab.jobs.settings import OPTIONS
 
-    rand, until_now = random.Random(3), len(s.said)
-    odd = [
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        3.5,
-        10**30,
-        1e308,
-        -1e308,
-        "",
-        "a",
-        "\ud800",
-        "\x00",
-        [],
-        [1],
-        ["a"],
-        [[]],
-        [[1]],
-        [None],
-        {},
-        {"a": 1},
-        {"5": 1},
-        {"type": "json_object"},
-        "x" * 300,
-    ]
-    keys = sorted(
-        {
-            *OPTIONS,
-            "stream",
-            "stream_options",
-            "echo",
-            "prompt_logprobs",
-            "priority",
-            "model",
-            "prompt",
-            "messages",
-            "logprobs",
-            "top_logprobs",
-            "response_format",
-            "tools",
-            "tool_choice",
-            "chat_template_kwargs",
-            "add_generation_prompt",
-            "continue_final_message",
-            "user",
-            "metadata",
-            "suffix",
-            "functions",
-            "guided_json",
-            "timeout",
-            "x",
-        }
-    )
-    for k in range(500):
+    rand, until_now, keys = random.Random(3), len(s.said), sorted({*OPTIONS, *KEYS})
+    for _ in range(500):
         chat = rand.random() < 0.5
         body = dict(messages=TALK) if chat else dict(prompt="ab")
-        body |= dict(max_tokens=2) | {
-            rand.choice(keys): rand.choice(odd) for _ in range(rand.choice([1, 1, 2, 3]))
-        }
-        r = web.post(
-            "/v1/chat/completions" if chat else "/v1/completions", content=json.dumps(body).encode()
-        )
+        body |= dict(max_tokens=2)
+        body |= {rand.choice(keys): rand.choice(ODD) for _ in range(rand.choice([1, 1, 2, 3]))}
+        r = web.post(CHAT if chat else TEXT, content=json.dumps(body).encode())
         assert r.status_code < 500, (body, r.text)
         if r.status_code != 200:
             assert {*r.json()["error"]} == {"message", "type", "param", "code"}, r.text
@@ -842,101 +667,91 @@ def test_values_at_random_are_never_a_500(s, web):
     assert not [x for x in s.said[until_now:] if "server_error" in x]
 
 
+def test_what_has_no_effect_is_said_once(web, caplog):
+    from batchlab.jobs.settings import IGNORED, say_ignored
+
+    say_ignored.cache_clear()
+    for k in [*IGNORED] * 2:
+        body = dict(messages=TALK, max_tokens=1) | {k: "low"}
+        assert web.post(CHAT, json=body).status_code == 200
+    said = [r for r in caplog.records if "no effect" in r.getMessage()]
+    assert len(said) == len(IGNORED)
+
+
 def test_a_body_that_is_too_long_is_refused_before_it_has_come():
     with serving(max_body=1000) as s:
-        host, port = s.url.removeprefix("http://").split(":")
 
         def answer(head, parts):
-            with socket.create_connection((host, int(port)), timeout=100) as c:
-                c.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+            with socket.create_connection(address(s), timeout=100) as c:
+                c.sendall(f"POST {TEXT} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
                 for part in parts:
                     c.sendall(part)
                 r = http.client.HTTPResponse(c)
                 r.begin()
                 return r.status, json.loads(r.read())["error"]["code"], r.getheader("connection")
 
-        assert answer("Content-Length: 1001", []) == (413, "request_too_large", "close")
-        chunk = b"3e8\r\n" + b"a" * 1000 + b"\r\n"
-        assert answer("Transfer-Encoding: chunked", [chunk, b"1\r\na\r\n"]) == (
-            413,
-            "request_too_large",
-            "close",
-        )  # its end never comes
+        large = 413, "request_too_large", "close"
+        assert answer("Content-Length: 1001", []) == large
+        chunk = b"3e8\r\n" + b"a" * 1000 + b"\r\n"  # the end of the next never comes
+        assert answer("Transfer-Encoding: chunked", [chunk, b"1\r\na\r\n"]) == large
         assert answer("Content-Length: 2", [b"{}"])[:2] == (400, "invalid_request")
-        assert (
-            httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a", user="x" * 900)).status_code
-            == 200
-        )
+        body = dict(prompt="a", user="x" * 900)
+        assert httpx.post(s.url + TEXT, json=body).status_code == 200
 
 
 def test_a_client_that_leaves_while_it_sends(s):
-    host, port = s.url.removeprefix("http://").split(":")
-    until(lambda: not s.server.server_state.tasks)
+    quiet(s)
     until_now = len(s.said)
-    with socket.create_connection((host, int(port))) as c:
+    with socket.create_connection(address(s)) as c:
         c.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prom')
     until(lambda: len(s.said) > until_now)
     assert "the client left" in s.said[-1]
 
 
 def test_too_many_at_once():
-    with (
-        serving(max_pending=3) as s,
-        openai.OpenAI(base_url=f"{s.url}/v1", api_key="any", max_retries=0, timeout=100) as c,
-    ):
+    with serving(max_pending=3) as s, client_of(s) as c, contextlib.ExitStack() as stack:
+        ask, got = partial(c.completions.create, model="tiny"), []
         with paused_after(s.llm, 0):
-            got = []
-            threads = [
-                threading.Thread(
-                    target=lambda n: got.append(
-                        c.completions.create(model="tiny", prompt="a", max_tokens=3, n=n)
-                    ),
-                    args=(n,),
+            for n in (1, 2):
+                stack.enter_context(
+                    thread(lambda n: got.append(ask(prompt="a", max_tokens=3, n=n)), n)
                 )
-                for n in (1, 2)
-            ]
-            for t in threads:
-                t.start()
             until(lambda: s.api.pending == 3)
             for stream in (False, True):
-                with pytest.raises(openai.RateLimitError, match="ask again later") as e:
-                    c.completions.create(model="tiny", prompt="a", stream=stream)
-                assert (
-                    e.value.code,
-                    e.value.type,
-                    int(e.value.response.headers["retry-after"]) >= 1,
-                ) == ("rate_limit_exceeded", "rate_limit_error", True)
-            assert (
-                httpx.get(f"{s.url}/health").status_code == 200
-            )  # who asks for no answer needs no place
-        for t in threads:
-            t.join()
+                with pytest.raises(openai.RateLimitError) as e:
+                    ask(prompt="a", stream=stream)
+                assert (e.value.code, e.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+                assert int(e.value.response.headers["retry-after"]) >= 1
+            assert httpx.get(f"{s.url}/health").status_code == 200  # which needs no place
+        stack.close()
         assert sorted(len(r.choices) for r in got) == [1, 2]
-        with pytest.raises(openai.BadRequestError, match="takes 3 at once"):
-            c.completions.create(model="tiny", prompt=["a"] * 4)
-        assert c.completions.create(model="tiny", prompt=["a"] * 3).usage.prompt_tokens == 3
-        assert c.with_options(max_retries=2).completions.create(model="tiny", prompt="a").choices
+        for more in (dict(prompt=["a"] * 4), dict(prompt="a", n=4)):
+            with pytest.raises(openai.BadRequestError) as e:
+                ask(**more)
+            assert e.value.param == ("n" if "n" in more else "prompt")
+        assert ask(prompt=["a"] * 3).usage.prompt_tokens == 3
+        retries = c.with_options(max_retries=2)
+        assert retries.completions.create(model="tiny", prompt="a").choices
 
 
 def test_keys():
     with serving(api_key="s3cret") as s:
-        ask = lambda key, path="/v1/models": httpx.get(
-            s.url + path, headers={} if key is None else {"Authorization": key}
-        )
+
+        def ask(key, path="/v1/models"):
+            headers = {} if key is None else {"Authorization": key}
+            return httpx.get(s.url + path, headers=headers)
+
         for key in (None, "", "Bearer", "Bearer s3cre", "Bearer s3cret2", "Basic s3cret", "s3cret"):
             r = ask(key)
-            assert (r.status_code, r.json()["error"]["code"], r.headers["www-authenticate"]) == (
-                401,
-                "invalid_api_key",
-                "Bearer",
-            ), key
+            assert (r.status_code, r.json()["error"]["code"]) == (401, "invalid_api_key"), key
+            assert r.headers["www-authenticate"] == "Bearer"
         assert ask("Bearer s3cret").status_code == ask("bearer s3cret").status_code == 200
-        assert [ask(None, p).status_code for p in ("/health", "/version", "/metrics")] == [
-            200
-        ] * 3 and ask(None, "/tokenize").status_code == ask(None, "/nope").status_code == 401
+        status = lambda path: ask(None, path).status_code
+        assert {status(p) for p in ("/health", "/version", "/metrics")} == {200}
+        assert {status(p) for p in ("/tokenize", "/nope")} == {401}
         with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{s.url}/v1", api_key="wrong").models.list()
-        assert openai.OpenAI(base_url=f"{s.url}/v1", api_key="s3cret").models.list().data
+            client_of(s, api_key="wrong").models.list()
+        assert client_of(s, api_key="s3cret").models.list().data
         assert not any("s3cre" in x for x in s.said)
 
 
@@ -945,23 +760,18 @@ def test_keys():
 def test_who_hangs_up_is_cancelled(s, stream, prompts):
     "While the engine stands, so that nothing but the hanging up can end the requests."
     ended = s.llm.stats().requests.get("cancelled", 0)
-    body = json.dumps(
-        dict(prompt=["a"] * prompts, max_tokens=200, ignore_eos=True, stream=stream)
-    ).encode()
-    with paused_after(s.llm, 0 if not stream else 12 * prompts):
-        host, port = s.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=100) as c:
-            c.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
-                % len(body)
-                + body
-            )
+    body = dict(prompt=["a"] * prompts, max_tokens=200, ignore_eos=True, stream=stream)
+    raw = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw)
+    with paused_after(s.llm, 12 * prompts if stream else 0):
+        with socket.create_connection(address(s), timeout=100) as c:
+            c.sendall(head + raw)
             if stream:
                 assert c.recv(9) == b"HTTP/1.1 "
             until(lambda: len(s.llm.groups) == prompts)
         until(lambda: nothing_left(s))
     assert s.llm.stats().requests["cancelled"] == ended + prompts
-    until(lambda: not s.server.server_state.tasks)  # a line may come after all else
+    quiet(s)
     assert "the client left" in s.said[-1]
 
 
@@ -974,30 +784,29 @@ def test_a_hundred_clients_a_third_hang_up(s):
     expected = [o.outputs[0].text for o in s.llm.generate(prompts, settings, use_tqdm=False)]
     doomed, before = {*rand.sample(range(100), 33)}, dict(s.llm.stats().requests)
 
+    async def stream(c, body, leave):
+        got = ""
+        async with c.stream("POST", TEXT, json=body) as r:
+            async for line in r.aiter_lines():
+                if (leave := leave - 1) < 0:
+                    return None
+                if line.startswith("data: {"):
+                    got += json.loads(line[6:])["choices"][0]["text"]
+        return got
+
     async def one(c, i):
         body, leave = dict(prompt=prompts[i], stream=i % 2 == 0, **settings[i]), rand.randint(0, 12)
+        if body["stream"]:
+            return await stream(c, body, leave if i in doomed else 10**6)
         try:
-            if not body["stream"]:
-                return (
-                    await asyncio.wait_for(
-                        c.post("/v1/completions", json=body), leave / 200 if i in doomed else 100
-                    )
-                ).json()["choices"][0]["text"]
-            got = ""
-            async with c.stream("POST", "/v1/completions", json=body) as r:
-                async for line in r.aiter_lines():
-                    if i in doomed and (leave := leave - 1) < 0:
-                        return None
-                    if line.startswith("data: {"):
-                        got += json.loads(line[6:])["choices"][0]["text"]
-            return got
+            async with asyncio.timeout(leave / 200 if i in doomed else 100):
+                return (await c.post(TEXT, json=body)).json()["choices"][0]["text"]
         except TimeoutError:
             return None
 
     async def crowd():
-        async with httpx.AsyncClient(
-            base_url=s.url, timeout=100, limits=httpx.Limits(max_connections=None)
-        ) as c:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=s.url, timeout=100, limits=limits) as c:
             return await asyncio.gather(*(one(c, i) for i in range(100)))
 
     got = asyncio.run(crowd())
@@ -1005,61 +814,45 @@ def test_a_hundred_clients_a_third_hang_up(s):
         assert x == expected[i] or x is None and i in doomed
     until(lambda: nothing_left(s))
     more = {k: n - before.get(k, 0) for k, n in s.llm.stats().requests.items()}
-    assert (
-        sum(x is not None for x in got) >= 67
-        and sum(more.values()) <= 100
-        and not more.get("error")
-        and not more.get("timeout")
-    )
+    assert sum(x is not None for x in got) >= 67 and sum(more.values()) <= 100
+    assert not more.get("error") and not more.get("timeout")
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_engine_that_fails_in_the_middle(caplog, begun):
-    with (
-        serving() as s,
-        openai.OpenAI(base_url=f"{s.url}/v1", api_key="any", max_retries=0, timeout=100) as c,
-    ):
+def test_an_engine_that_fails_in_the_middle(begun):
+    "In a stream that has begun, an event says so."
 
-        def fail():
-            raise RuntimeError("no more memory")
+    def fail():
+        raise RuntimeError("no more memory")
+
+    with serving() as s, client_of(s) as c, contextlib.ExitStack() as stack:
+        wrong = []
+
+        def ask(**more):
+            try:
+                list(c.completions.create(model="tiny", **LONG, **more))
+            except openai.APIError as e:
+                wrong.append(e)
 
         with paused_after(s.llm, 12 if begun else 0):
-            got, wrong = [], []
-
-            def read():
-                try:
-                    got.extend(c.completions.create(model="tiny", prompt="a", stream=True, **LONG))
-                except openai.APIError as e:
-                    wrong.append(e)
-
-            def ask():
-                try:
-                    c.completions.create(model="tiny", prompt="b", **LONG)
-                except openai.APIError as e:
-                    wrong.append(e)
-
-            reader, asker = threading.Thread(target=read), threading.Thread(target=ask)
-            (
-                reader.start(),
-                until(lambda: s.llm.groups and (not begun or s.llm.paused)),
-                asker.start(),
-            )
+            stack.enter_context(thread(lambda: ask(prompt="a", stream=True)))
+            until(lambda: s.llm.groups and (not begun or s.llm.paused))
+            stack.enter_context(thread(lambda: ask(prompt="b")))
             until(lambda: len(s.llm.groups) == 2)
             for e in s.llm.engines.values():
                 e.step = fail
-        reader.join(), asker.join()
+        stack.close()
         for e in s.llm.engines.values():
             del e.step
         assert len(wrong) == 2 and all("no more memory" in str(e) for e in wrong)
-        assert {getattr(e, "status_code", None) for e in wrong} == (
-            {None, 500} if begun else {500}
-        )  # in a stream that has begun, an event says so
+        statuses = {getattr(e, "status_code", None) for e in wrong}
+        assert statuses == ({None, 500} if begun else {500})
         until(lambda: nothing_left(s))
         assert c.completions.create(model="tiny", prompt="a").choices  # it goes on
 
 
-async def visit(app, body, send, path="/v1/completions"):
-    "Call ASGI application `app` without a server."
+async def visit(app, body, send):
+    "Ask ASGI application `app` for a completion, without a server."
     sent, never = [dict(type="http.request", body=json.dumps(body).encode())], asyncio.Event()
 
     async def receive():
@@ -1067,59 +860,42 @@ async def visit(app, body, send, path="/v1/completions"):
             return sent.pop()
         await never.wait()
 
-    await app(
-        dict(
-            type="http",
-            method="POST",
-            path=path,
-            raw_path=path.encode(),
-            headers=[],
-            query_string=b"",
-            root_path="",
-            scheme="http",
-            http_version="1.1",
-            client=("x", 1),
-            server=("x", 2),
-        ),
-        receive,
-        send,
-    )
+    scope = dict(type="http", method="POST", path=TEXT, raw_path=TEXT.encode(), headers=[])
+    scope |= dict(query_string=b"", root_path="", scheme="http", http_version="1.1")
+    await app(scope | dict(client=("x", 1), server=("x", 2)), receive, send)
 
 
 def test_a_reader_that_does_not_read_holds_nobody_up():
     "It gets all of its answer in two parts when it goes on; meanwhile others are answered."
 
     async def slow():
-        app = create_app(LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=2), "tiny")
+        app = create_app(tiny(), "tiny")
         llm, parts, others, stuck, go = app.state.api.llm, [], [], asyncio.Event(), asyncio.Event()
 
         async def send(message):
             parts.append(message.get("body", b""))
             if len(parts) == 2:
-                stuck.set(), await go.wait()
+                stuck.set()
+                await go.wait()
 
         async def quick(message):
             others.append(message.get("body", b""))
 
-        body = dict(prompt="a", max_tokens=200, ignore_eos=True, stream=True, temperature=0)
-        task = asyncio.create_task(visit(app, body, send))
+        body = dict(prompt="a", max_tokens=200, ignore_eos=True, temperature=0)
+        task = asyncio.create_task(visit(app, body | dict(stream=True), send))
         await stuck.wait()
         for _ in range(3):
-            await visit(app, body | dict(stream=False, max_tokens=3), quick)
+            await visit(app, body | dict(max_tokens=3), quick)
         while llm.llm.has_unfinished:
             await asyncio.sleep(0.001)  # its own request is done as well
         assert len(parts) == 2 and len(others) == 6 and not task.done()
         go.set()
         await task
         await llm.shutdown()
-        texts = [
-            json.loads(e[6:])["choices"][0]["text"]
-            for p in parts
-            for e in p.decode().split("\n\n")
-            if e.startswith("data: {")
-        ]
+        events = events_of(b"".join(parts).decode())
         [out] = llm.llm.generate("a", dict(max_tokens=200, ignore_eos=True, temperature=0))
-        assert len(parts) <= 5 and "".join(texts) == out.outputs[0].text
+        assert "".join(e["choices"][0]["text"] for e in events) == out.outputs[0].text
+        assert len(parts) <= 5
 
     asyncio.run(asyncio.wait_for(slow(), 100))
 
@@ -1139,48 +915,72 @@ def test_more_endpoints():
 
     with serving(routers=[router], api_key="k", max_body=10, max_upload=20) as s:
         web = httpx.Client(base_url=s.url, headers=dict(Authorization="Bearer k"))
-        assert (
-            web.get("/v1/files", params=dict(limit=3)).json() == dict(limit=3)
-            and httpx.get(f"{s.url}/v1/files").status_code == 401
-        )
+        assert web.get("/v1/files", params=dict(limit=3)).json() == dict(limit=3)
+        assert httpx.get(f"{s.url}/v1/files").status_code == 401
         r = web.get("/v1/files", params=dict(limit="x"))
         assert (r.status_code, r.json()["error"]["param"]) == (400, "limit")
-        assert [web.post("/v1/files", content=b"x" * n).status_code for n in (20, 21)] == [
+        status = lambda path, n: web.post(path, content=b"x" * n).status_code
+        assert (status("/v1/files", 20), status("/v1/files", 21), status(TEXT, 11)) == (
             200,
             413,
-        ] and web.post("/v1/completions", content=b"x" * 11).status_code == 413
+            413,
+        )
+
+
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("origins", [[], ["https://a.example"], ["*"]])
+def test_pages_of_other_sites(key, origins):
+    auth = {"Authorization": "Bearer k"} if key else {}
+    asks = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    allowed = "access-control-allow-origin"
+
+    def post(origin):
+        headers = {"Origin": origin} | auth
+        return httpx.post(s.url + TEXT, json=text(max_tokens=1), headers=headers, timeout=100)
+
+    with serving(api_key=key, names=None if key else [], origins=origins) as s:
+        r = httpx.options(s.url + TEXT, headers=asks)
+        if not origins:
+            assert r.status_code == 403 and "--allowed-origins" in r.text
+            assert not any(k.startswith("access-control") for k in r.headers)
+            assert allowed not in post("https://a.example").headers
+            return
+        assert (r.status_code, r.headers[allowed]) == (200, origins[0])
+        assert "authorization" in r.headers["access-control-allow-headers"]
+        r = post("https://a.example")
+        assert (r.status_code, r.headers[allowed]) == (200, origins[0])
+        r = post("https://b.example")
+        assert (r.headers.get(allowed) == "*") == (origins == ["*"])
+        assert r.status_code == (403 if not key and origins != ["*"] else 200)
+        if key:
+            r = httpx.get(f"{s.url}/v1/models", headers={"Origin": "https://a.example"})
+            assert r.status_code == 401
+        r = httpx.get(f"{s.url}/health", headers={"Host": "evil.example"})
+        assert r.status_code == (200 if key else 403)
 
 
 # the end
 
 
 def test_what_is_under_way_is_answered_before_the_end():
-    with serving() as s:
+    with serving() as s, contextlib.ExitStack() as stack:
+        got = []
+        body = dict(prompt="a", stream=True, max_tokens=200, ignore_eos=True)
         with paused_after(s.llm, 12):
-            got = []
-
-            def read():
-                got.append(
-                    httpx.post(
-                        f"{s.url}/v1/completions",
-                        timeout=100,
-                        json=dict(prompt="a", stream=True, max_tokens=200, ignore_eos=True),
-                    ).text
-                )
-
-            reader = threading.Thread(target=read)
-            reader.start()
+            ask = lambda: got.append(httpx.post(s.url + TEXT, timeout=100, json=body).text)
+            stack.enter_context(thread(ask))
             until(lambda: s.llm.paused)
             s.server.should_exit = True
             until(lambda: s.api.draining)
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{s.url}/health")
-        reader.join()
-        assert (
-            got[0].endswith("data: [DONE]\n\n")
-            and '"finish_reason":"length"' in got[0]
-            and '"error"' not in got[0]
-        )
+        stack.close()
+        assert got[0].endswith("data: [DONE]\n\n") and '"error"' not in got[0]
+        assert '"finish_reason":"length"' in got[0]
 
 
 SCRIPT = """
@@ -1201,12 +1001,9 @@ sys.exit(main(['serve', '--port', '0', *sys.argv[1:]], llm))
 @contextlib.contextmanager
 def process(*args, **env):
     "`batchlab serve` in a process of its own, whose engine stops early in the first request: `(process, url, lines of standard error)`."
-    p = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *args],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
+    command = [sys.executable, "-c", SCRIPT, *args]
+    p = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     try:
         lines = [p.stderr.readline()]
         if NO_KERNELS in lines[0]:
@@ -1222,42 +1019,35 @@ def process(*args, **env):
 
 
 def closed(url):
-    host, port = url.removeprefix("http://").removesuffix("/v1").split(":")
     with socket.socket() as c:
-        return c.connect_ex((host, int(port))) != 0
+        return c.connect_ex(address(url)) != 0
 
 
 @posix
 @pytest.mark.parametrize("sig", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_what_is_not_done_in_time(sig):
-    with (
-        process("--drain", "0") as (p, url, lines),
-        openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=100) as c,
-    ):
-        assert [
-            httpx.get(f"{url}/models", headers=h).status_code
-            for h in (dict(host="evil.example"), dict(origin="https://evil.example"), {})
-        ] == [403, 403, 200]
+    with process("--drain", "0") as (p, url, lines), client_of(url, base_url=url) as c:
+        for headers, status in (
+            (dict(host="evil.example"), 403),
+            (dict(origin="https://evil.example"), 403),
+            ({}, 200),
+        ):
+            assert httpx.get(f"{url}/models", headers=headers).status_code == status
         stream = iter(c.completions.create(model=None, prompt="a", stream=True, **LONG))
         next(stream)
         p.send_signal(getattr(signal, sig))
-        with pytest.raises(openai.APIError, match="the server is stopping"):
+        with pytest.raises(openai.APIError, match="stopping"):
             list(stream)
         assert p.wait(100) == 0
-    assert [x for x in lines[1:] if "POST" not in x and "GET" not in x] == [
-        "batchlab: stopping: 1 answers under way have 0 s to end\n",
-        "batchlab: stopped\n",
-    ]
+    said = [x for x in lines[1:] if "POST" not in x and "GET" not in x]
+    assert len(said) == 2 and "stopping: 1 answers" in said[0] and "stopped" in said[1]
 
 
 @posix
 def test_a_second_signal_ends_it_at_once():
+    body = dict(prompt="a", max_tokens=200, ignore_eos=True, stream=True)
     with process("--drain", "1000") as (p, url, lines), httpx.Client(timeout=100) as c:
-        with c.stream(
-            "POST",
-            f"{url}/completions",
-            json=dict(prompt="a", max_tokens=200, ignore_eos=True, stream=True),
-        ) as r:
+        with c.stream("POST", f"{url}/completions", json=body) as r:
             next(r.iter_bytes())
             p.terminate()
             until(lambda: closed(url))
@@ -1269,15 +1059,12 @@ def test_a_second_signal_ends_it_at_once():
 
 @posix
 def test_the_command_s_flags():
-    with process("--no-request-log", "--served-model-name", "mine", BATCHLAB_API_KEY="k3y") as (
-        p,
-        url,
-        lines,
-    ):
+    flags = "--no-request-log", "--served-model-name", "mine"
+    with process(*flags, BATCHLAB_API_KEY="k3y") as (p, url, lines):
         assert httpx.get(f"{url}/models").status_code == 401
-        assert httpx.get(
-            f"{url}/models", headers=dict(Authorization="Bearer k3y", origin="https://a.page")
-        ).json()["data"][0]["id"] == "mine" and lines[0].startswith("batchlab: mine is served")
+        headers = dict(Authorization="Bearer k3y", origin="https://a.page")
+        assert httpx.get(f"{url}/models", headers=headers).json()["data"][0]["id"] == "mine"
+        assert "mine is served" in lines[0]
         p.terminate()
         assert p.wait(100) == 0
     assert lines[1:] == ["batchlab: stopping\n", "batchlab: stopped\n"]
@@ -1286,25 +1073,21 @@ def test_the_command_s_flags():
 @pytest.mark.parametrize(
     "args,words",
     [
-        (["--port", "65536"], "0 to 65535"),
+        (["--port", "65536"], "65535"),
         (["--port", "x"], "--port"),
-        (["--host", "256.0.0.1", "--port", "0"], "can't listen on 256.0.0.1"),
+        (["--host", "256.0.0.1", "--port", "0"], "256.0.0.1"),
         (["--api-key", " "], "API key"),
         (["--max-pending", "0"], "--max-pending"),
-        (["--temperature", "1"], "unknown flag --temperature"),
+        (["--temperature", "1"], "--temperature"),
         (["--model", "no such model", "--port", "0"], "no such model"),
     ],
 )
 def test_mistakes_in_flags(args, words, capsys):
     from batchlab.cli import main
 
-    status, err = main(["serve", *args]), capsys.readouterr().err
-    assert (
-        status == 2
-        and len(err.splitlines()) == 1
-        and err.startswith("batchlab: error: ")
-        and words in err
-    ), err
+    assert main(["serve", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("batchlab: error: ") and err.count("\n") == 1 and words in err
 
 
 def test_a_port_that_is_taken(capsys):
@@ -1313,7 +1096,7 @@ def test_a_port_that_is_taken(capsys):
     with listen("127.0.0.1", 0) as sock:
         assert main(["serve", "--port", url_of(sock).split(":")[-1]]) == 2
     err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "give another --port" in err
+    assert err.count("\n") == 1 and "--port" in err
 
 
 def test_without_the_libraries(tmp_path):
@@ -1322,171 +1105,26 @@ def test_without_the_libraries(tmp_path):
     )
     code = f'import sys; sys.path.insert(0, {str(tmp_path)!r}); from batchlab.cli import main; sys.exit(main(["serve"]))'
     p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert (p.returncode, p.stderr) == (
-        2,
-        "batchlab: error: the server needs fastapi: pip install 'batchlab[server]'\n",
-    )
-
-
-# what other servers take, and other clients meet
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_usage_in_every_part(s, web, path):
-    ask = dict(stream=True, max_tokens=5, n=2, ignore_eos=True, seed=1) | (
-        dict(messages=TALK) if "chat" in path else dict(prompt="abc")
-    )
-    parts = lambda **more: [
-        json.loads(line[6:])
-        for line in web.post(path, json=ask | dict(stream_options=more)).text.split("\n\n")
-        if line.startswith("data: {")
-    ]
-    told = parts(include_usage=True, continuous_usage_stats=True)
-    for part in told:
-        assert (
-            part["usage"]["total_tokens"]
-            == part["usage"]["prompt_tokens"] + part["usage"]["completion_tokens"]
-        )
-    for i in (0, 1):
-        counts = [
-            p["usage"]["completion_tokens"]
-            for p in told
-            if p["choices"] and p["choices"][0]["index"] == i
-        ]
-        assert counts == sorted(counts) and counts[-1] == 5 and counts[0] >= 1
-    assert not told[-1]["choices"] and told[-1]["usage"]["completion_tokens"] == 10
-    assert {p["usage"] is None for p in parts(include_usage=True)[:-1]} == {True}
-    assert not any("usage" in p for p in parts(include_usage=False, continuous_usage_stats=True))
-
-
-def test_what_has_no_effect_is_said_once(web, caplog):
-    from batchlab.jobs.schema import IGNORED, say_ignored
-
-    say_ignored.cache_clear()
-    for _ in range(2):
-        for k in IGNORED:
-            assert (
-                web.post(
-                    "/v1/chat/completions", json=dict(messages=TALK, max_tokens=1) | {k: "low"}
-                ).status_code
-                == 200
-            )
-    assert len([r for r in caplog.records if "has no effect here" in r.getMessage()]) == len(
-        IGNORED
-    )
-    assert (
-        web.post("/v1/completions", json=dict(prompt="a", messages=TALK)).json()["error"]["param"]
-        == "messages"
-    )
-
-
-@pytest.mark.parametrize("key", [None, "k"])
-def test_pages_of_other_sites(key):
-    asks = {
-        "Origin": "https://a.example",
-        "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "authorization,content-type",
-    }
-    auth = {"Authorization": "Bearer k"} if key else {}
-    post = lambda s, origin: httpx.post(
-        f"{s.url}/v1/completions",
-        json=dict(prompt="a", max_tokens=1),
-        headers={"Origin": origin} | auth,
-        timeout=100,
-    )
-    with serving(api_key=key, names=None if key else []) as s:
-        r = httpx.options(f"{s.url}/v1/completions", headers=asks)
-        assert (
-            r.status_code == 403
-            and "--allowed-origins" in r.text
-            and not any(k.startswith("access-control") for k in r.headers)
-        )
-        assert post(s, "https://a.example").headers.get("access-control-allow-origin") is None
-    for origins in (["https://a.example"], ["*"]):
-        with serving(api_key=key, names=None if key else [], origins=origins) as s:
-            r = httpx.options(f"{s.url}/v1/completions", headers=asks)
-            assert (r.status_code, r.headers["access-control-allow-origin"]) == (
-                200,
-                origins[0],
-            ) and "authorization" in r.headers["access-control-allow-headers"]
-            r = post(s, "https://a.example")
-            assert (r.status_code, r.headers["access-control-allow-origin"]) == (200, origins[0])
-            r = post(s, "https://b.example")
-            assert (r.headers.get("access-control-allow-origin") == "*") == (origins == ["*"])
-            assert r.status_code == (403 if not key and origins != ["*"] else 200)
-            if key:
-                assert (
-                    httpx.get(
-                        f"{s.url}/v1/models", headers={"Origin": "https://a.example"}
-                    ).status_code
-                    == 401
-                )
-            assert httpx.get(f"{s.url}/health", headers={"Host": "evil.example"}).status_code == (
-                200 if key else 403
-            )
-
-
-def test_head_is_get_without_a_body(web):
-    for path in ("/v1/models", "/v1/models/tiny", "/health", "/version", "/metrics", "/v1/nope"):
-        head, get = web.head(path), web.get(path)
-        assert (
-            head.status_code,
-            head.content,
-            head.headers["content-type"] if get.content else "",
-        ) == (get.status_code, b"", get.headers["content-type"] if get.content else "")
-    assert web.head("/v1/completions").status_code == 405
-    assert web.get("/v1/models").status_code == 200  # the connection still works
-
-
-@pytest.mark.parametrize(
-    "path,words",
-    [
-        ("//v1/chat/completions", "/v1/chat/completions is: a base_url"),
-        ("/v1/v1/chat/completions", "/v1/chat/completions is: a base_url"),
-        ("/v1//completions", "/v1/completions is"),
-        ("/chat/completions", "/v1/chat/completions is"),
-        ("/v1/completions/", "/v1/completions is"),
-        ("/v1/files", "--data FOLDER"),
-        ("/v1/responses", "no responses"),
-        ("/v2/nope", "see /v1/models"),
-    ],
-)
-def test_paths_that_are_nearly_right(web, path, words):
-    r = web.post(path, json={})
-    assert r.status_code == 404 and words in r.json()["error"]["message"]
-
-
-def test_a_model_that_is_none_names_those_that_there_are(s, web, monkeypatch):
-    monkeypatch.setattr("batchlab.serve.app.adapter_names", lambda llm: ["pirate", "poet"])
-    r = web.post("/v1/completions", json=dict(prompt="a", model="pirat"))
-    assert (
-        r.status_code == 404
-        and "this server has 'tiny', and with adapters 'pirate', 'poet'"
-        in r.json()["error"]["message"]
-    )
+    assert p.returncode == 2 and p.stderr.count("\n") == 1 and "batchlab[server]" in p.stderr
 
 
 def test_what_the_command_takes():
     from batchlab.errors import JobError
     from batchlab.cli.flags import parse_args
 
-    assert (
-        parse_args(["serve", "a/model", "--port", "0"]).model
-        == parse_args(["serve", "--model", "a/model"]).model
-        == "a/model"
-        and parse_args(["serve"]).model is None
-    )
-    assert parse_args(
-        ["serve", "--allowed-origins", "https://a.example/,http://b.example:5173"]
-    ).allowed_origins == ["https://a.example", "http://b.example:5173"]
-    assert (
-        parse_args(["serve", "--allowed-origins", '["*"]']).allowed_origins == ["*"]
-        and parse_args(["serve"]).allowed_origins == []
-    )
-    for argv, words in (
-        (["a/model", "--model", "b"], "give one of them"),
-        (["--allowed-origins", "a.example"], "expected origins"),
-        (["--allowed-origins", "https://a.example/x"], "without a path"),
+    parsed = lambda *args: parse_args(["serve", *args])
+    assert parsed("a/model", "--port", "0").model == parsed("--model", "a/model").model == "a/model"
+    assert parsed().model is None and parsed().allowed_origins == []
+    origins = lambda text: parsed("--allowed-origins", text).allowed_origins
+    assert origins("https://a.example/,http://b.example:5173") == [
+        "https://a.example",
+        "http://b.example:5173",
+    ]
+    assert origins('["*"]') == ["*"]
+    for argv in (
+        ["a/model", "--model", "b"],
+        ["--allowed-origins", "a.example"],
+        ["--allowed-origins", "https://a.example/x"],
     ):
-        with pytest.raises(JobError, match=words):
-            parse_args(["serve", *argv])
+        with pytest.raises(JobError):
+            parsed(*argv)

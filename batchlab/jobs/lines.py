@@ -35,7 +35,6 @@ from batchlab.jobs.schema import (
     parse_body,
     request_params,
     sampling_options,
-    take,
     usage_of,
 )
 from batchlab.jobs.pooling import (
@@ -232,10 +231,11 @@ def form_of_keys(d: dict[str, Any]) -> str | None:
 
 def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     "Fill the settings of `line` from `d`, an object without its prompt. Raises `BadRequest`."
-    line.timeout, line.adapter = (
-        take_timeout(d),
-        take(d, "adapter", str, None, "the name of an adapter"),
-    )
+    line.timeout, line.adapter = take_timeout(d), d.pop("adapter", None)
+    if not isinstance(line.adapter, str | None):
+        raise BadRequest(
+            f"adapter must be the name of one, got {line.adapter!r:.60}", param="adapter"
+        )
     if chat or line.messages is not None:
         line.chat_options = take_chat_options(d)
     line.options, line.ignored = plain_options(d)

@@ -5,14 +5,17 @@
 # %% ../../nbs/6_jobs/pooling.ipynb #414d4165
 from __future__ import annotations
 
-import base64, difflib, itertools, time
+import base64, itertools, time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..errors import Fault, ParamError
+from pydantic import AliasChoices, BeforeValidator, Field
+
+from ..errors import Fault
+from .schema import BadRequest, about
+from .settings import Body, Whole, read
 from ..llm.pooled import PoolingGroup, PoolingParams, PoolingRequestOutput
-from .schema import BadRequest, key_of, take
 
 if TYPE_CHECKING:  # a check of a file needs no torch
     import torch
@@ -20,8 +23,10 @@ if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.llm.outputs import StreamEvent
 
 # %% auto #0
-__all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'TASK_OF', 'POOLING_KINDS', 'PoolingRequest', 'texts_of', 'json_word', 'parse_pooling',
-           'TextsOutput', 'TextsGroup', 'admit_texts', 'encoded', 'check_finite', 'texts_usage', 'pooling_body']
+__all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'MANY', 'Ids', 'Inputs', 'Texts', 'FLAG', 'Empty', 'BODIES', 'POOLING_KINDS', 'TASK_OF',
+           'PAIRS', 'PoolingRequest', 'PoolBody', 'ClassifyBody', 'VectorBody', 'EmbedBody', 'PoolingBody', 'ScoreBody',
+           'RerankBody', 'pairs_of', 'params_of', 'parse_pooling', 'TextsOutput', 'TextsGroup', 'admit_texts',
+           'encoded', 'check_finite', 'texts_usage', 'pooling_body']
 
 # %% ../../nbs/6_jobs/pooling.ipynb #701f2020
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -85,167 +90,149 @@ class PoolingRequest:
     ) -> TextsGroup:
         """The requests of its texts, made ready, as one that ends with all of them. Raises
         `ModelError`, `PromptError`, `ParamError`."""
-        return admit_texts(
-            llm,
-            self,
-            TextsGroup(request_id, index, on_event),
-            self.priority if priority is None else priority,
-            timeout,
-        )
+        group = TextsGroup(request_id, index, on_event)
+        group.deadline = None if timeout is None else group.start + timeout
+        return admit_texts(llm, self, group, self.priority if priority is None else priority)
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20
-_LEFT_OUT = {"user", "request_id", "metadata", "store"}
-_NEUTRAL: dict[str, tuple[Any, ...]] = dict(
-    stream=(False,),
-    add_special_tokens=(True,),
-    padding=("do_not_pad",),
-    truncation_side=("right",),
-    embed_dtype=("float32", "float"),
-    endianness=("native", "little"),
-    max_tokens_per_query=(0,),
-    max_tokens_per_doc=(0,),
-    mm_processor_kwargs=({},),
-    chat_template_kwargs=({},),
+def _listed(v: Any) -> Any:
+    "One text, or the ids of one, as a list of texts."
+    ids = isinstance(v, list) and v and all(type(i) is int for i in v)
+    return [v] if ids or isinstance(v, str) else v
+
+
+def _plain(v: Any) -> Any:
+    "Documents as texts: they may be objects with a `text`."
+    if isinstance(v, list):
+        return [d.get("text") if isinstance(d, dict) else d for d in v]
+    return v
+
+
+MANY = Field(min_length=1, max_length=MOST_TEXTS)
+Ids = Annotated[list[int], Field(min_length=1)]
+Inputs = Annotated[list[str | Ids], BeforeValidator(_listed), MANY]
+Texts = Annotated[list[str], BeforeValidator(_listed), MANY]
+FLAG = AliasChoices("use_activation", "normalize", "softmax", "activation")  # older names of it
+Empty = Annotated[dict, Field(max_length=0)]
+
+# %% ../../nbs/6_jobs/pooling.ipynb #9d909a2b
+class PoolBody(Body):
+    "What all of them take."
+
+    model: str | None = None
+    priority: Whole = 0  # lower goes first
+    use_activation: Any = Field(None, validation_alias=FLAG)
+    truncate_prompt_tokens: Any = None
+    user: Any = None
+    request_id: Any = None
+    metadata: Any = None
+    store: Any = None
+    stream: Literal[False] = False
+    add_special_tokens: Literal[True] = True
+    padding: Literal["do_not_pad"] = "do_not_pad"
+    truncation_side: Literal["right"] = "right"
+    embed_dtype: Literal["float32", "float"] = "float32"
+    endianness: Literal["native", "little"] = "native"
+    max_tokens_per_query: Literal[0] = 0
+    max_tokens_per_doc: Literal[0] = 0
+    mm_processor_kwargs: Empty | None = None
+    chat_template_kwargs: Empty | None = None
+
+
+class ClassifyBody(PoolBody):
+    input: Inputs
+
+
+class VectorBody(ClassifyBody):
+    dimensions: Any = None
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class EmbedBody(VectorBody):
+    prompt_name: Any = None
+
+
+class PoolingBody(VectorBody):
+    task: Any = None
+    layers: Any = None
+    positions: Any = None
+
+
+class ScoreBody(PoolBody):
+    "Pairs of texts, which have four names."
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+
+class RerankBody(PoolBody):
+    query: str
+    documents: Annotated[Texts, BeforeValidator(_plain)]
+    top_n: Annotated[Whole, Field(ge=0)] | None = None
+    return_documents: bool = True
+
+
+BODIES = dict(
+    embed=EmbedBody, classify=ClassifyBody, pooling=PoolingBody, score=ScoreBody, rerank=RerankBody
 )
-_SAME = dict.fromkeys(
-    ("normalize", "softmax", "activation"), "use_activation"
-)  # vLLM's older names
-_FIELDS = {"use_activation", *_SAME, "truncate_prompt_tokens"}
-_OWN = dict(
-    embed={"dimensions", "encoding_format", "prompt_name", "input"},
-    classify={"input"},
-    score=set[str](),
-    pooling={"dimensions", "encoding_format", "task", "layers", "positions", "input"},
-    rerank={"query", "documents", "top_n", "return_documents"},
-)
-_PAIRS = ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")
+POOLING_KINDS = {*BODIES}
 TASK_OF = dict(embed="embed", classify="classify", score="score", rerank="score")
-POOLING_KINDS = {*_OWN}
-
-
-def _is_ids(x: Any) -> bool:
-    return isinstance(x, list) and bool(x) and all(type(i) is int for i in x)
-
-
-def texts_of(v: Any, key: str, ids: bool = True) -> list[Any]:
-    """`v` of a `key`, a text or several, as a list; `ids`: lists of token ids count as texts.
-    Raises `BadRequest`."""
-    fits = lambda x: isinstance(x, str) or ids and _is_ids(x)
-    many = [v] if fits(v) else v
-    if not isinstance(many, list) or not many or not all(map(fits, many)):
-        raise BadRequest(
-            f"{key} must be a string{', a list of token ids' * ids}, or a list of "
-            f"{'these' if ids else 'strings'}, got {v!r:.60}",
-            param=key,
-        )
-    if len(many) > MOST_TEXTS:
-        raise BadRequest(
-            f"{key} may have up to {MOST_TEXTS:,} texts, got {len(many):,}: make several requests "
-            "of it",
-            param=key,
-        )
-    return many
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-1
-def _documents(v: Any) -> list[Any]:
-    plain = (
-        [d["text"] if isinstance(d, dict) and isinstance(d.get("text"), str) else d for d in v]
-        if isinstance(v, list)
-        else v
-    )
-    return texts_of(plain, "documents", ids=False)
+PAIRS = ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")
+
+
+def pairs_of(body: ScoreBody) -> tuple[str, list[str], list[str]]:
+    """`(key of the first texts, first texts, second texts)` of pairs: as many of both, or one
+    first text. Raises `BadRequest`."""
+    given = {k: v for p in PAIRS for k in p if (v := getattr(body, k)) is not None}
+    pair = next((p for p in PAIRS if {*p} <= given.keys()), ())
+    if len(pair) != len(given) or not pair:
+        known = ", or ".join(" and ".join(p) for p in PAIRS)
+        why = f"a score needs two keys of one kind: {known}"
+        raise BadRequest(why, param=next((k for k in given if k not in pair), "text_1"))
+    (one, a), (other, b) = ((k, given[k]) for k in pair)
+    if len(a) not in (1, len(b)):
+        why = f"{one} has {len(a):,} texts and {other} {len(b):,}"
+        raise BadRequest(f"{why}: give one {one}, or as many of each", param=other)
+    return one, a, b
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-2
-def _parse(body, kind):
-    "See `parse_pooling`."
-    d = {k: v for k, v in body.items() if v is not None and k not in _LEFT_OUT}
-    r = PoolingRequest(
-        kind,
-        [],
-        model=take(d, "model", str, None, "a string"),
-        priority=take(d, "priority", int, 0, "a whole number, lower goes first"),
-        asked=body,
-    )
-    if kind == "score":
-        pair = next((p for p in _PAIRS if {*p} <= d.keys()), None)
-        if pair is None:
-            raise BadRequest(
-                "a score needs two keys of one kind: "
-                f"{', or '.join(' and '.join(p) for p in _PAIRS)}",
-                param=next((k for p in _PAIRS for k in p if k in d), "text_1"),
-            )
-        r.key, (r.texts, r.others) = pair[0], (texts_of(d.pop(k), k, ids=False) for k in pair)
-        if (n := (len(r.texts), len(r.others)))[0] not in (1, n[1]):
-            raise BadRequest(
-                f"{pair[0]} has {n[0]:,} texts and {pair[1]} {n[1]:,}: give one {pair[0]}, or as "
-                "many of each",
-                param=pair[1],
-            )
-    elif kind == "rerank":
-        if not isinstance(query := d.pop("query", None), str):
-            raise BadRequest(f"query must be a string, got {query!r:.60}", param="query")
-        r.key, r.texts, r.others, r.with_texts = (
-            "query",
-            [query],
-            _documents(d.pop("documents", None)),
-            take(d, "return_documents", bool, True, "true or false"),
-        )
-        r.top_n = n = int(take(d, "top_n", int, 0, "a whole number"))
-        if n < 0:
-            raise BadRequest(f"top_n must be a whole number of at least 0, got {n}", param="top_n")
-    elif "messages" in d:
-        raise BadRequest("messages are for chats: give their text as input", param="messages")
-    else:
-        r.texts = texts_of(d.pop("input", None), "input")
-    r.encoding = d.pop("encoding_format", "float") if kind in ("embed", "pooling") else "float"
-    if r.encoding not in ("float", "base64"):
-        raise BadRequest(
-            f"encoding_format must be 'float' or 'base64', got {r.encoding!r:.40}",
-            param="encoding_format",
-        )
-    r.params = _params(d, kind)
-    return r
-
-# %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-3
-def _params(d, kind):
-    """The `PoolingParams` of the keys that are left in dict `d`. Raises `BadRequest` for those
-    that mean nothing, `ParamError`."""
-    known, given = _FIELDS | _OWN[kind], {}
-    for k, v in d.items():
-        name = _SAME.get(k, k)
-        if k in known and given.get(name) is not None:
-            raise BadRequest(f"{k} and {name} say the same: give one of them", param=k)
-        if k in known:
-            given[name] = v
-        elif k not in _NEUTRAL:
-            near = difflib.get_close_matches(k, known, 1)
-            raise BadRequest(
-                "unknown key "
-                f"{k!r:.60}{f', did you mean {near[0]!r}?' if near else ': leave it out'}",
-                param=k,
-            )
-        elif v not in _NEUTRAL[k]:
-            raise BadRequest(
-                f"{k}={v!r:.40} is not supported: leave it out, or give "
-                f"{json_word(_NEUTRAL[k][0])}",
-                param=k,
-            )
-    if kind == "pooling" and given.get("task") == "score":
+def params_of(body: PoolBody, kind: str) -> PoolingParams:
+    "The `PoolingParams` that `body` asks for. Raises `BadRequest`, `ParamError`."
+    fields = PoolingParams.__dataclass_fields__
+    given = {k: v for k in fields if (v := getattr(body, k, None)) is not None}
+    if kind != "pooling":
+        return PoolingParams.of(given, TASK_OF[kind])
+    if given.get("task") == "score":
         raise BadRequest("a score is of two texts: ask /score for it", param="task")
-    return PoolingParams(**given) if kind == "pooling" else PoolingParams.of(given, TASK_OF[kind])
-
-
-def json_word(v: Any) -> str:
-    return str(v).lower() if isinstance(v, bool) else repr(v)
+    return PoolingParams(**given)
 
 
 def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
     """The `PoolingRequest` of the body of a request of `kind`. Raises `BadRequest`, which names
     the key at fault if it is one."""
-    try:
-        return _parse(body, kind)
-    except ParamError as e:
-        raise BadRequest(str(e), param=key_of(e.field, body)) from None
+    with about(body):
+        given = read(BODIES[kind], body)
+        params = params_of(given, kind)
+    asked = PoolingRequest(
+        kind, [], params=params, model=given.model, priority=given.priority, asked=body
+    )
+    if isinstance(given, ScoreBody):
+        asked.key, asked.texts, asked.others = pairs_of(given)
+    elif isinstance(given, RerankBody):
+        asked.key, asked.texts, asked.others = "query", [given.query], given.documents
+        asked.top_n, asked.with_texts = given.top_n, given.return_documents
+    elif isinstance(given, ClassifyBody):
+        asked.texts = given.input
+    if isinstance(given, VectorBody):
+        asked.encoding = given.encoding_format
+    return asked
 
 # %% ../../nbs/6_jobs/pooling.ipynb #22198f98
 @dataclass
@@ -311,14 +298,12 @@ def admit_texts(
     asked: PoolingRequest,
     group: TextsGroup,
     priority: int = 0,
-    timeout: float | None = None,
 ) -> TextsGroup:
     """Tokenise and check the texts of `asked`; give `group` their requests, or its error. Raises
     `ModelError`, `PromptError`, `ParamError`."""
     from batchlab.tasks.lora import put_adapter
     from batchlab.tasks.pooling import admit_pooling, encode_texts
 
-    group.deadline = None if timeout is None else group.start + timeout
     asked.labels = getattr(llm.model.config, "id2label", None) or {}
     todo = asked.prompts(llm)
     texts = encode_texts(llm, [t for t, _ in todo], [p for _, p in todo])
@@ -327,11 +312,9 @@ def admit_texts(
             llm, PoolingGroup(f"{group.request_id}-{i}"), text, replace(params, raw=True), priority
         )
         if part.error:
-            group.error, group.fault, group.reason = (
-                f"{asked.key}[{i}]: {part.error}" if len(todo) > 1 else part.error,
-                part.fault,
-                part.reason,
-            )
+            where = f"{asked.key}[{i}]: " if len(todo) > 1 else ""
+            group.error = f"{where}{part.error}"
+            group.fault, group.reason = part.fault, part.reason
             return group
         group.parts.append(part)
     group.requests = [r for part in group.parts for r in part.requests]

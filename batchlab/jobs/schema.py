@@ -5,17 +5,17 @@
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000004
 from __future__ import annotations
 
-import functools, json, logging, math, time
-from collections.abc import Callable, Collection, Sequence
+import json, math, time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ParamError, PromptError
-from .settings import ALIASES, DROPPED, KNOWN_SETTINGS, is_setting, settings_of
-from ..errors import whole_number, written
-from ..core.params import SETTINGS, SamplingParams
-
-log = logging.getLogger("batchlab")
+from .settings import ALIASES, DROPPED, KNOWN_SETTINGS, Body, Whole
+from .settings import check_sizes, is_setting, settings_of, take
+from ..errors import whole_number
+from ..core.params import SamplingParams
 
 if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
@@ -23,10 +23,11 @@ if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.jobs.tools import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
-__all__ = ['log', 'IGNORED', 'DEFAULTS', 'RANGES', 'LENGTHS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'TALK',
-           'DONE', 'say_ignored', 'sampling_options', 'request_params', 'as_messages', 'many_prompts', 'one_prompt',
-           'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside', 'usage_of', 'finish_of', 'choice_of', 'head_of',
-           'answer_body', 'error_body', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of', 'Parts']
+__all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'DONE', 'sampling_options', 'request_params',
+           'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
+           'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'StreamOptions', 'Talk',
+           'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of',
+           'ChoiceParts', 'Parts']
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000010
 class BadRequest(ValueError):
@@ -39,110 +40,57 @@ class BadRequest(ValueError):
         super().__init__(message)
         self.code, self.param = code, param
 
-# %% ../../nbs/6_jobs/40_openai.ipynb #oa000017
-NOT_IN_BODY = {
-    "logprobs",
-    "prompt_logprobs",
-    "prompt_logprob_start",
-    "detokenize",
-}  # by these names
-OPTIONS = {*SETTINGS} - NOT_IN_BODY
-KNOWN = {*KNOWN_SETTINGS} - NOT_IN_BODY | {"logprobs"}
 
-# %% ../../nbs/6_jobs/40_openai.ipynb #oa000022
-def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
-    """Take `logprobs` and `top_logprobs` out of dict `given`: how many tokens a position, or None.
+def key_of(field: str, body: dict[str, Any]) -> str | None:
+    "Which key of `body` gave the `field` that an error is about, if one did."
+    setting = field.partition(".")[0]
+    if setting == "structured_outputs" and "response_format" in body:
+        return "response_format"
+    keys = {ALIASES.get(k, k): k for k in body} | {k: k for k in body}
+    return keys.get(setting, "")[:60] or None
 
-    `chat`: they are given as the chat endpoint has them. Raises `BadRequest`."""
-    wanted = given.pop("logprobs", None)
-    if not chat:
-        return wanted
-    top = given.pop("top_logprobs", None)
-    if not (wanted is None or isinstance(wanted, bool)):
-        raise BadRequest(f"logprobs must be true or false, got {wanted!r:.40}", param="logprobs")
-    if top is not None and not wanted:
-        raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if (n := whole_number(top)) is not None and not 0 <= n <= 20:
-        raise BadRequest(
-            f"top_logprobs must be a whole number from 0 to 20, got {written(top, 40)}",
-            param="top_logprobs",
-        )
-    return (top or 0) if wanted else None
+
+def at_fault(field: str, body: dict[str, Any], own: str | None) -> str | None:
+    """Which key of `body` is at fault where an error is about a `field`: the one that gave this,
+    or, if it is no setting, `own`."""
+    found = key_of(field, body)
+    return found if found or field.partition(".")[0] in KNOWN_SETTINGS else own
+
+
+@contextmanager
+def about(body: dict[str, Any]) -> Iterator[None]:
+    "A `ParamError` becomes a `BadRequest` about the key of `body` that is at fault."
+    try:
+        yield
+    except ParamError as e:
+        found = at_fault(e.field, body, e.field[:60] or None)
+        raise BadRequest(str(e), param=found) from None
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000028
-IGNORED = {
-    *"reasoning_effort verbosity reasoning thinking think include_reasoning "
-    "thinking_token_budget keep_alive cache_prompt".split()
-}
-
-
-@functools.cache
-def say_ignored(k: str) -> None:
-    "Log, once, that `k` changes nothing."
-    log.warning(
-        "%s has no effect here: requests that have it are answered as if they had not (said once)",
-        k,
-    )
-
-
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     """The sampling parameters in dict `given`, by whatever names, as a dict for
-    `SamplingParams`; those of `IGNORED` are left out, and named in the log.
-
-    `chat`: log probabilities are asked for as in the chat endpoint. Raises `BadRequest` for each
-    that can't be honoured."""
-    given = {k: v for k, v in given.items() if v is not None and k not in DROPPED}
-    for k in given.keys() & IGNORED:
-        del given[k]
-        say_ignored(k)
-    if (other := "prompt" if chat else "messages") in given:
-        raise BadRequest(
-            f"{other} {'is' if chat else 'are'} for /v1/{'' if chat else 'chat/'}completions: ask "
-            f"there, or give {'messages' if chat else 'a prompt'}",
-            param=other,
-        )
-    top = logprobs_of(given, chat)
-    try:
-        options = settings_of(given, OPTIONS)
-    except ParamError as e:
-        raise BadRequest(str(e), param=e.field or None) from None
-    return {k: v for k, v in options.items() if v is not None} | (
-        {} if top is None else dict(logprobs=top)
-    )
+    `SamplingParams`. `chat`: log probabilities are asked for as in the chat endpoint. Raises
+    `BadRequest` for each that can't be honoured."""
+    with about(given):
+        return settings_of(given, chat)
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000031
 DEFAULTS = dict(
     chat=dict(temperature=1.0, max_tokens=None), text=dict(temperature=1.0, max_tokens=16)
 )
-RANGES = dict(
-    n=(1, 128), logprobs=(0, 20), prompt_logprobs=(0, 20), top_k=(-1, 2**31 - 1)
-)  # the API's, and what a tensor holds
-LENGTHS = dict(
-    stop=128, bad_words=1024, stop_token_ids=1024
-)  # each is looked for at every token, while others wait
 
 
 def request_params(options: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
-    """The `SamplingParams` of `options`, with `defaults` for what they leave open. Raises
-    `BadRequest`, `ParamError`."""
-    options = {k: v for k, v in options.items() if v is not None or k == "max_tokens"}
-    for k, (least, most) in RANGES.items():
-        if (
-            (v := options.get(k)) is not None
-            and not isinstance(v, bool)
-            and (n := whole_number(v)) is not None
-            and not least <= n <= most
-        ):
-            raise BadRequest(
-                f"{k} must be a whole number from {least} to {most:,}, got {written(v, 40)}",
-                param=k,
-            )
-    for k, most in LENGTHS.items():
-        if isinstance(v := options.get(k), (list, tuple)) and len(v) > most:
-            raise BadRequest(f"{k} may have up to {most:,} entries, got {len(v):,}", param=k)
-    return SamplingParams.of(defaults | options)
+    """The `SamplingParams` of `options`, with `defaults` for what they leave open; `max_tokens`
+    may be None. Raises `ParamError`."""
+    given = {k: v for k, v in options.items() if v is not None or k == "max_tokens"}
+    return SamplingParams.of(defaults | given)
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000035
+def _bad(message: str) -> BadRequest:
+    return BadRequest(message, param="messages")
+
+
 def plain_text(content: Any, where: str) -> Any:
     """Content of a message as a string, its parts joined by line breaks. Raises `BadRequest` for
     parts that are no text."""
@@ -153,39 +101,45 @@ def plain_text(content: Any, where: str) -> Any:
     try:
         return text_of(content, where)
     except PromptError as e:
-        raise BadRequest(str(e)) from None
+        raise _bad(str(e)) from None
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #too40001
-def _calls_of(m: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    "The `tool_calls` of message `m`, with their arguments as dicts. Raises `BadRequest`."
-    calls, out = m["tool_calls"], []
+def _call_of(c: Any, where: str) -> dict[str, Any]:
+    "One of a message's `tool_calls`, with its arguments as a dict. Raises `BadRequest`."
+    f = c.get("function") if isinstance(c, dict) else None
+    if (
+        not isinstance(f, dict)
+        or not isinstance(f.get("name"), str)
+        or not isinstance(c.get("id", ""), str)
+    ):
+        raise _bad(
+            f"{where} must be an object with an id and a function, which has a name and "
+            f"arguments, got {c!r:.60}"
+        )
+    given = f.get("arguments") or {}
+    try:
+        arguments = json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise _bad(f"{where}.function.arguments must be a JSON object, got {given!r:.60}")
+    return dict(type="function") | c | dict(function=f | dict(arguments=arguments))
+
+
+def _message_of(m: dict[str, Any], where: str) -> dict[str, Any]:
+    "A message as a chat template takes it. Raises `BadRequest`."
+    out = m | dict(content=plain_text(m.get("content"), where))
+    calls = out.pop("tool_calls", None)
+    if m.get("role") == "developer":
+        out["role"] = "system"
+    if not calls:
+        return out
     if m.get("role") != "assistant" or not isinstance(calls, list):
-        raise BadRequest(
+        raise _bad(
             f"{where}: tool_calls must be a list in a message of role assistant, got {calls!r:.60}"
         )
-    for i, c in enumerate(calls):
-        f = c.get("function") if isinstance(c, dict) else None
-        if (
-            not isinstance(f, dict)
-            or not isinstance(f.get("name"), str)
-            or not isinstance(c.get("id", ""), str)
-        ):
-            raise BadRequest(
-                f"{where}: tool_calls[{i}] must be an object with an id and a function, which has "
-                f"a name and arguments, got {c!r:.60}"
-            )
-        given = f.get("arguments") or {}
-        try:
-            arguments = json.loads(given) if isinstance(given, str) else given
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise BadRequest(
-                f"{where}: tool_calls[{i}].function.arguments must be a JSON object, got "
-                f"{given!r:.60}"
-            )
-        out.append(dict(type="function") | c | dict(function=f | dict(arguments=arguments)))
-    return out
+    calls = [_call_of(c, f"{where}: tool_calls[{i}]") for i, c in enumerate(calls)]
+    return out | dict(tool_calls=calls)
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000036
 def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]]:
@@ -194,37 +148,24 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
 
     The arguments of calls become dicts. A message of role `tool` must answer a call made before
     it, if that call has an id."""
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, dict) for m in messages)
-    ):
-        raise BadRequest(
+    some = isinstance(messages, list) and messages
+    if not some or not all(isinstance(m, dict) for m in messages):
+        raise _bad(
             "messages must be a list of at least one object with role and content, got "
-            f"{messages!r:.60}",
-            param="messages",
+            f"{messages!r:.60}"
         )
-    out = [
-        {k: v for k, v in m.items() if v or k != "tool_calls"}
-        | dict(content=plain_text(m.get("content"), f"message {i}"))
-        for i, m in enumerate(messages)
-    ]
+    out = [_message_of(m, f"message {i}") for i, m in enumerate(messages)]
     made: dict[str, str] = {}
     for i, m in enumerate(out):
-        if "tool_calls" in m:
-            m["tool_calls"] = _calls_of(m, f"message {i}")
         made |= {c["id"]: c["function"]["name"] for c in m.get("tool_calls", ()) if "id" in c}
+        id = m.get("tool_call_id")
         if m.get("role") != "tool" or not made and "tool_call_id" not in m:
             continue
-        if (name := made.get(str(m.get("tool_call_id")))) is None:
-            raise BadRequest(
-                f"message {i} has tool_call_id {m.get('tool_call_id')!r:.60}, and no message "
-                "before it makes that call"
+        if str(id) not in made:
+            raise _bad(
+                f"message {i} has tool_call_id {id!r:.60}, and no message before it makes that call"
             )
-        m.setdefault("name", name)  # which some templates want
-    for m in out:
-        if m.get("role") == "developer":
-            m["role"] = "system"
+        m.setdefault("name", made[str(id)])  # which some templates want
     if system is not None and out[0].get("role") != "system":
         out.insert(0, dict(role="system", content=system))
     return out
@@ -264,10 +205,10 @@ def parse_body(
 ) -> tuple[str | list[int] | list[dict[str, Any]], dict[str, Any]]:
     """`(messages, sampling options)` of the body of a 'chat' request, `(prompt, …)` of a 'text'
     one. Raises `BadRequest`."""
-    chat = kind == "chat"
-    own = "messages" if chat else "prompt"
-    options = sampling_options({k: v for k, v in body.items() if k != own}, chat)
-    return (as_messages if chat else one_prompt)(body.get(own)), options
+    rest, chat = dict(body), kind == "chat"
+    given = rest.pop("messages" if chat else "prompt", None)
+    options = sampling_options(rest, chat)
+    return (as_messages if chat else one_prompt)(given), options
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000045
 POOLING_URLS = {
@@ -365,26 +306,23 @@ def chat_logprobs(
     if c.logprobs is None:
         return None
 
-    def best(step: dict[int, Logprob]) -> list[int]:
+    def best(step: dict[int, Logprob]) -> Collection[int]:
         if ids is not None:
-            return [*ids]
-        return sorted(
-            (i for i, l in step.items() if (l.rank or 0) <= (k or 0)),
-            key=lambda i: step[i].rank or 0,
-        )[:k]
+            return ids
+        ranks = {i: l.rank or 0 for i, l in step.items() if (l.rank or 0) <= (k or 0)}
+        return sorted(ranks, key=ranks.__getitem__)[:k]
 
     def one(step: dict[int, Logprob], names: dict[int, str], i: int) -> dict[str, Any]:
-        l, name = step[i], names[i]
-        own = name.encode("utf-8", "replace") if l.token_bytes is None else l.token_bytes
-        return dict(token=name, logprob=_number(l.logprob), bytes=[*own])
+        name, data = names[i], step[i].token_bytes
+        own = name.encode("utf-8", "replace") if data is None else data
+        return dict(token=name, logprob=_number(step[i].logprob), bytes=[*own])
 
-    def content(i: int, step: dict[int, Logprob]) -> dict[str, Any]:
+    content = []
+    for i, step in zip(c.token_ids, c.logprobs):
         names = token_names(step)
-        return one(step, names, i) | dict(top_logprobs=[one(step, names, j) for j in best(step)])
-
-    return dict(
-        content=[content(i, step) for i, step in zip(c.token_ids, c.logprobs)], refusal=None
-    )
+        top = [one(step, names, j) for j in best(step)]
+        content.append(one(step, names, i) | dict(top_logprobs=top))
+    return dict(content=content, refusal=None)
 
 
 def text_logprobs(c: CompletionOutput, start: int = 0, first: str = "") -> dict[str, Any] | None:
@@ -394,21 +332,16 @@ def text_logprobs(c: CompletionOutput, start: int = 0, first: str = "") -> dict[
     token with no log probability, as the first of a prompt is."""
     if c.logprobs is None:
         return None
-    names = [token_names(step) if step else {} for step in c.logprobs]
-    tokens = [named.get(i, first) for i, named in zip(c.token_ids, names)]
-    logprobs = [
-        _number(step[i].logprob) if step else None for i, step in zip(c.token_ids, c.logprobs)
-    ]
-    top = [
-        {named[i]: _number(l.logprob) for i, l in step.items()} if step else None
-        for step, named in zip(c.logprobs, names)
-    ]
+    tokens, logprobs, tops = [], list[Any](), list[Any]()
+    for i, step in zip(c.token_ids, c.logprobs):
+        names = token_names(step) if step else {}
+        tokens.append(names.get(i, first))
+        logprobs.append(_number(step[i].logprob) if step else None)
+        tops.append({names[j]: _number(l.logprob) for j, l in step.items()} if step else None)
     offsets = token_offsets(c.text, tokens, start)[:-1]
-    if c.finish_reason is not None:
-        offsets = [
-            min(at, len(c.text)) for at in offsets
-        ]  # a stop string and its tokens were cut off
-    return dict(tokens=tokens, token_logprobs=logprobs, top_logprobs=top, text_offset=offsets)
+    if c.finish_reason is not None:  # a stop string and its tokens were cut off
+        offsets = [min(at, len(c.text)) for at in offsets]
+    return dict(tokens=tokens, token_logprobs=logprobs, top_logprobs=tops, text_offset=offsets)
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #oa000060
 def usage_of(*outs: RequestOutput) -> dict[str, Any]:
@@ -460,7 +393,7 @@ def choice_of(
         finish_reason=finish_of(c.finish_reason, calls),
     )
 
-
+# %% ../../nbs/6_jobs/40_openai.ipynb #oa00060b
 def head_of(kind: str, name: str, model: str, part: bool = False) -> dict[str, Any]:
     "What the body of an answer begins with, or each `part` of one that is streamed."
     prefix, object = dict(chat=("chatcmpl", "chat.completion"), text=("cmpl", "text_completion"))[
@@ -500,23 +433,55 @@ STATUS = dict(
     server_error=500,
     unavailable=503,
 )  # of any other failure: 400
-MESSAGE = 1000  # characters of a message
+MESSAGE = 1000  # characters of a message, which may list what was sent
 
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
     "`(status, body)` that an endpoint answers a request with which failed for the reason `code`."
-    status = STATUS.get(code, 400)
-    kind = (
-        "server_error"
-        if status >= 500 or code == "timeout"
-        else "rate_limit_error"
-        if status == 429
-        else "invalid_request_error"
-    )
-    message = (
-        message if len(message) <= MESSAGE else f"{message[:MESSAGE]}…"
-    )  # it may list what was sent
+    status, kind = STATUS.get(code, 400), "invalid_request_error"
+    if status >= 500 or code == "timeout":
+        kind = "server_error"
+    elif status == 429:
+        kind = "rate_limit_error"
+    if len(message) > MESSAGE:
+        message = f"{message[:MESSAGE]}…"
     return status, dict(error=dict(message=message, type=kind, param=param, code=code))
+
+# %% ../../nbs/6_jobs/40_openai.ipynb #onlmodel
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Any = None  # which pads parts against who counts their bytes
+
+
+class Talk(Body):
+    "What a chat template takes beside the messages."
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        "Those that are given."
+        return {k: v for k in Talk.model_fields if (v := getattr(self, k)) is not None}
+
+
+class OnlineBody(Body):
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: Whole = 0  # lower goes first
+    prompt_logprobs: Whole | None = None
+
+
+class ChatBody(OnlineBody, Talk):
+    messages: Any = None
+
+
+class TextBody(OnlineBody):
+    prompt: Any = None
+    echo: bool = False
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00003
 @dataclass
@@ -548,107 +513,62 @@ class ApiRequest:
         return self.kind == "chat"
 
     @property
+    def key(self) -> str:
+        "The key of the body that has the prompt."
+        return "messages" if self.chat else "prompt"
+
+    @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
-# %% ../../nbs/6_jobs/40_openai.ipynb #onl00004
-def take(d: dict[str, Any], k: str, kind: type, default: Any, want: str) -> Any:
-    """Take key `k` out of `d`: a value of type `kind`, or `default` where there is none or null.
-    Raises `BadRequest`."""
-    v = d.pop(k, None)
-    if v is None:
-        return default
-    if kind is int and (whole := whole_number(v)) is not None:
-        return whole
-    if type(v) is kind:
-        return v
-    raise BadRequest(f"{k} must be {want}, got {written(v, 60)}", param=k)
-
-
-def key_of(field: str, body: dict[str, Any]) -> str | None:
-    "Which key of `body` gave the `field` that an error is about, if one did."
-    setting = field.partition(".")[0]
-    if setting == "structured_outputs" and "response_format" in body:
-        return "response_format"
-    keys = {ALIASES.get(k, k): k for k in body} | {k: k for k in body}
-    return keys.get(setting)
-
-
-def at_fault(field: str, body: dict[str, Any], own: str) -> str | None:
-    """Which key of `body` is at fault, where the engine refuses a request for its `field`: the
-    one that gave this, or `own`, the key of its prompt."""
-    found = key_of(field, body)
-    return found if found or field.partition(".")[0] in KNOWN else own
-
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00005
-TALK = dict(
-    add_generation_prompt=(bool, "true or false"),
-    continue_final_message=(bool, "true or false"),
-    chat_template_kwargs=(dict, "an object"),
-)
-
-
 def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     "See `parse_online`."
-    d, flag = dict(body), "true or false"
-    r = ApiRequest(
-        kind,
-        [],
-        SamplingParams(),
-        take(d, "model", str, None, "a string"),
-        take(d, "stream", bool, False, flag),
-        asked=body,
-        priority=take(d, "priority", int, 0, "a whole number, lower goes first"),
-    )
-    more = dict(take(d, "stream_options", dict, {}, "an object"))
-    if more and not r.stream:
-        raise BadRequest("stream_options needs stream to be true", param="stream_options")
-    more.pop("include_obfuscation", None)
-    r.usage = take(more, "include_usage", bool, False, flag)
-    r.usage_each = take(more, "continuous_usage_stats", bool, False, flag) and r.usage
-    if more:
-        raise BadRequest(
-            f"stream_options has no {min(more)!r:.60}: leave it out", param="stream_options"
-        )
-    if not r.chat:
-        r.echo = take(d, "echo", bool, False, flag)
-    talk = {
-        k: v
-        for k, (t, want) in TALK.items()
-        if r.chat and (v := take(d, k, t, None, want)) is not None
-    }
-    of_prompt = take(d, "prompt_logprobs", int, None, "a whole number")
-    if r.echo and "max_tokens" in d and d["max_tokens"] == 0 and type(d["max_tokens"]) is int:
-        r.silent, d["max_tokens"] = True, 1
-    own = "messages" if r.chat else "prompt"
-    options = sampling_options({k: v for k, v in d.items() if k != own}, r.chat)
-    if r.echo and of_prompt is None:
+    chat, rest = kind == "chat", dict(body)
+    check_sizes(rest)
+    given: Any = take(ChatBody if chat else TextBody, rest)
+    parts, of_prompt = given.stream_options or StreamOptions(), given.prompt_logprobs
+    echo = not chat and given.echo
+    if parts.model_fields_set and not given.stream:
+        raise ParamError("stream_options needs stream to be true", field="stream_options")
+    if silent := echo and whole_number(rest.get("max_tokens")) == 0:
+        rest["max_tokens"] = 1
+    options = settings_of(rest, chat)
+    if echo and of_prompt is None:
         of_prompt = options.get("logprobs")
-    if of_prompt is not None and r.stream and not r.echo:
-        raise BadRequest(
-            "prompt_logprobs come with a whole answer: leave stream out", param="prompt_logprobs"
-        )
-    r.params = request_params(
-        options | ({} if of_prompt is None else dict(prompt_logprobs=of_prompt)), DEFAULTS[kind]
+    if of_prompt is not None:
+        options["prompt_logprobs"] = of_prompt
+        if given.stream and not echo:
+            raise ParamError(
+                "prompt_logprobs come with a whole answer: leave stream out",
+                field="prompt_logprobs",
+            )
+    params = request_params(options, DEFAULTS[kind])
+    if chat:
+        prompts: list[Any] = [dict(messages=as_messages(given.messages)) | given.options]
+    else:
+        prompts = many_prompts(given.prompt)
+    usage = bool(parts.include_usage)
+    return ApiRequest(
+        kind,
+        prompts,
+        params,
+        model=given.model,
+        stream=given.stream,
+        usage=usage,
+        usage_each=usage and bool(parts.continuous_usage_stats),
+        echo=echo,
+        silent=silent,
+        priority=given.priority,
+        asked=body,
     )
-    try:
-        r.prompts = (
-            [dict(messages=as_messages(d.get(own))) | talk] if r.chat else many_prompts(d.get(own))
-        )
-    except BadRequest as e:
-        raise BadRequest(str(e), e.code, e.param or own) from None
-    return r
 
-# %% ../../nbs/6_jobs/40_openai.ipynb #onl00005-1
+
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     """The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises
     `BadRequest`, which names the key at fault if it is one."""
-    try:
+    with about(body):
         return _parse_online(body, kind)
-    except BadRequest as e:
-        raise BadRequest(str(e), e.code, e.param and (key_of(e.param, body) or e.param)) from None
-    except ParamError as e:
-        raise BadRequest(str(e), param=key_of(e.field, body)) from None
 
 # %% ../../nbs/6_jobs/40_openai.ipynb #onl00008
 def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutput:
@@ -689,6 +609,60 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 
 
+class ChoiceParts:
+    """What of choice `index` is sent: characters, tokens, and where in the text the next token
+    begins. For the rest see `Parts`."""
+
+    def __init__(
+        self,
+        index: int,
+        chat: bool,
+        top: int | None,
+        ids: Collection[int] | None,
+        parser: ToolParser | None,
+    ) -> None:
+        self.index, self.chat, self.top, self.ids, self.parser = index, chat, top, ids, parser
+        self.chars = self.tokens = self.offset = 0
+        self.begun = self.ended = False
+
+    def _logprobs(self, c: CompletionOutput, first: str) -> dict[str, Any] | None:
+        if c.logprobs is None:
+            return None
+        new = replace(c, token_ids=c.token_ids[self.tokens :], logprobs=c.logprobs[self.tokens :])
+        if self.chat:
+            return chat_logprobs(new, self.top, self.ids)
+        found = text_logprobs(new, self.offset, first)
+        if found:
+            self.offset = token_offsets(c.text, found["tokens"], self.offset)[-1]
+        return found
+
+    def since(self, c: CompletionOutput, first: str) -> list[str]:
+        "What the choice got, as JSON, a part for each delta."
+        text, reason = c.text[self.chars :], c.finish_reason
+        if self.ended or self.begun and not text and not reason:
+            return []  # its tokens come with the text that they settle
+        self.ended, self.chars = bool(reason), len(c.text)
+        deltas = [dict[str, Any](content=text)]
+        if self.parser:
+            deltas = self.parser.feed(text) + (self.parser.close() if reason else [])
+            reason = finish_of(reason, self.parser.calls)
+            if self.begun and not deltas and not reason:
+                return []  # the beginning of a call, maybe
+            deltas = deltas or [{}]
+        logprobs, self.tokens = self._logprobs(c, first), len(c.token_ids)
+        if not self.begun:
+            deltas[0] = dict(role="assistant", content=None) | deltas[0]
+        self.begun, parts = True, []
+        for i, delta in enumerate(deltas):
+            said = f'"delta":{_dumps(delta)}' if self.chat else f'"text":{_dumps(text)}'
+            settled = _dumps((logprobs or None) if i == 0 else None)
+            end = _dumps(reason if i == len(deltas) - 1 else None)
+            parts.append(
+                f'{{"index":{self.index},{said},"logprobs":{settled},"finish_reason":{end}}}'
+            )
+        return parts
+
+# %% ../../nbs/6_jobs/40_openai.ipynb #onl0011b
 class Parts:
     """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were
     asked for, as in `choice_of`.
@@ -706,13 +680,9 @@ class Parts:
         usage: bool = False,
         parser: Callable[[int], ToolParser] | None = None,
     ) -> None:
-        self.kind, self.top, self.ids, self.usage, self.parser = kind, top, ids, usage, parser
-        self.parsers: dict[int, ToolParser] = {}
-        self.ended: set[int] = set()
+        self.usage, self.choices = usage, dict[int, ChoiceParts]()
+        self.new = lambda i: ChoiceParts(i, kind == "chat", top, ids, parser and parser(i))
         self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
-        self.sent: dict[
-            int, tuple[int, int, int]
-        ] = {}  # of each choice: characters, tokens, and where the next token begins
 
     def since(
         self,
@@ -726,11 +696,14 @@ class Parts:
 
         `used`: for each its tokens `(of the prompt, of the answer)` so far, if each part is to
         say them."""
-        return "".join(
-            self.head + new + self._tail(used[i] if used else None)
-            for i, c in enumerate(outputs)
-            for new in self._choice(c, start + c.index, first)
-        ).encode()
+        events = []
+        for i, c in enumerate(outputs):
+            index = start + c.index
+            if index not in self.choices:
+                self.choices[index] = self.new(index)
+            tail = self._tail(used[i] if used else None)
+            events += [self.head + new + tail for new in self.choices[index].since(c, first)]
+        return "".join(events).encode()
 
     def _tail(self, used: tuple[int, int] | None) -> str:
         if not self.usage:
@@ -743,46 +716,3 @@ class Parts:
     def end(self, usage: dict[str, Any] | None = None) -> bytes:
         "The last events."
         return (f'{self.head}],"usage":{_dumps(usage)}}}\n\n'.encode() if usage else b"") + DONE
-
-    def _choice(self, c: CompletionOutput, index: int, first: str) -> list[str]:
-        "What choice `index` got, as JSON, a part for each delta."
-        begun = index in self.sent
-        chars, tokens, offset = self.sent.get(index, (0, 0, 0))
-        text, reason = c.text[chars:], c.finish_reason
-        if index in self.ended or begun and not text and not reason:
-            return []  # its tokens come with the text that they settle
-        if reason:
-            self.ended.add(index)  # the others of its prompt may go on
-        deltas = [dict[str, Any](content=text)]
-        if self.parser:
-            parser = self.parsers.setdefault(index, self.parser(index))
-            deltas = parser.feed(text) + (parser.close() if reason else [])
-            reason = finish_of(reason, parser.calls)
-            if not deltas:
-                self.sent[index] = len(c.text), tokens, offset
-                if begun and not reason:
-                    return []  # the beginning of a call, maybe
-                deltas = [{}]
-        if c.logprobs is None:
-            logprobs = None
-        else:
-            new = replace(c, token_ids=c.token_ids[tokens:], logprobs=c.logprobs[tokens:])
-            logprobs = (
-                chat_logprobs(new, self.top, self.ids)
-                if self.kind == "chat"
-                else text_logprobs(new, offset, first)
-            )
-            if logprobs and self.kind != "chat":
-                offset = token_offsets(c.text, logprobs["tokens"], offset)[-1]
-        self.sent[index] = len(c.text), len(c.token_ids), offset
-        parts = []
-        for i, delta in enumerate(deltas):
-            if self.kind != "chat":
-                said = f'"text":{_dumps(text)}'
-            else:
-                said = f'"delta":{_dumps(delta if begun or i else dict(role="assistant", content=None) | delta)}'
-            settled, ended = i == 0 and logprobs, reason and i == len(deltas) - 1
-            parts.append(
-                f'{{"index":{index},{said},"logprobs":{_dumps(settled) if settled else "null"},"finish_reason":{_dumps(reason) if ended else "null"}}}'
-            )
-        return parts

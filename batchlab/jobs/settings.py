@@ -5,18 +5,75 @@
 # %% ../../nbs/6_jobs/settings.ipynb #nam00004
 from __future__ import annotations
 
-import functools, json
-from collections.abc import Collection
-from typing import Any, NoReturn
+import functools, json, logging
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..core.params import SETTINGS
-from ..errors import near_name
-from ..errors import ParamError
+from ..errors import ParamError, near_name, whole_number
+
+log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'ADVICE', 'INSTEAD', 'ELSEWHERE', 'KNOWN_SETTINGS', 'names_elsewhere',
-           'named_as_setting', 'is_setting', 'advice', 'refuse', 'structured_of', 'form_of', 'logprobs_of',
-           'settings_of']
+__all__ = ['log', 'Whole', 'B', 'WANTS', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'IGNORED', 'ADVICE', 'INSTEAD', 'ELSEWHERE',
+           'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORMS', 'RANGES', 'LENGTHS', 'Body', 'read', 'take',
+           'names_elsewhere', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'say_ignored', 'ResponseFormat',
+           'structured_of', 'form_of', 'logprobs_of', 'check_sizes', 'settings_of']
+
+# %% ../../nbs/6_jobs/settings.ipynb #setbody2
+def _whole(v: Any) -> Any:
+    return v if (n := whole_number(v)) is None else n
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]  # 3.0 too, as some programs write it
+
+
+class Body(BaseModel):
+    "A body of a request, or an object in one."
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+B = TypeVar("B", bound=Body)
+WANTS = dict(
+    bool_type="true or false",
+    int_type="a whole number",
+    string_type="a string",
+    string_unicode="valid Unicode",
+    dict_type="an object",
+    model_type="an object",
+    missing="given",
+    too_long="of at most {max_length} entries",
+    too_short="of at least {min_length} entries",
+)
+
+
+def read(model: type[B], given: Any, at: str = "") -> B:
+    """`given` as a `model`; `at`: the key that it stands in. Raises `ParamError` about the first
+    key that does not fit."""
+    if isinstance(given, dict):
+        given = {k: v for k, v in given.items() if v is not None}
+    try:
+        return model.model_validate(given)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+    kind, path = first["type"], [at] * bool(at) + [str(k) for k in first["loc"]]
+    if kind == "extra_forbidden":
+        near = near_name(path[-1], tuple(model.model_fields))
+        hint = f", did you mean {near!r}?" if near else ": leave it out"
+        where = ".".join(path[:-1]) or "the body"
+        raise ParamError(f"{where} has no {path[-1]!r:.60}{hint}", field=path[0])
+    want = WANTS.get(kind) or first["msg"].removeprefix("Input should be ")
+    want = want.format(**first.get("ctx", {}))
+    if not path:
+        raise ParamError(f"the keys of the body must be {want}")
+    raise ParamError(field=".".join(path), value=first["input"], want=want)
+
+
+def take(model: type[B], body: dict[str, Any]) -> B:
+    "Take the keys that `model` has out of `body`, and `read` them. Raises `ParamError`."
+    return read(model, {k: body.pop(k) for k in [*body] if k in model.model_fields})
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00008
 ALIASES = dict(max_completion_tokens="max_tokens")
@@ -42,6 +99,11 @@ DROPPED = {
     parallel_tool_calls stream_options request_id""".split()
 }
 
+IGNORED = {
+    *"""reasoning_effort verbosity reasoning thinking think include_reasoning thinking_token_budget keep_alive
+    cache_prompt""".split()
+}
+
 ADVICE = {  # what to give: instead of which parameters
     "max_tokens": "max_length max_output_tokens max_tokens_to_sample n_predict num_predict",
     "min_tokens": "min_length min_new_tokens",
@@ -61,6 +123,8 @@ ADVICE = {  # what to give: instead of which parameters
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 ELSEWHERE = {*"chat_template guided_decoding_backend".split()}  # nothing here can stand for these
 KNOWN_SETTINGS = (*SETTINGS, *ALIASES, *GUIDED, "response_format", "top_logprobs")
+NOT_IN_BODY = {*"logprobs prompt_logprobs prompt_logprob_start detokenize".split()}  # as they are
+OPTIONS = {*SETTINGS} - NOT_IN_BODY  # the settings that a request may have by their own names
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00010
 @functools.cache
@@ -102,12 +166,13 @@ def advice(k: str, v: Any = None) -> str:
         return f"{k}={_shown(v)} is not supported: leave it out, or give {_shown(NEUTRAL[k][0])}"
     if k not in INSTEAD and (near := near_name(k, KNOWN_SETTINGS)) not in (None, k):
         return f"unknown key {k!r:.60}, did you mean {near!r}?"
-    inner = isinstance(v, dict) and next((x for x in v if x in KNOWN_SETTINGS), None)
-    what = "leave it out"
-    if k in INSTEAD:
-        what = f"give {INSTEAD[k]}"
-    elif inner:
-        what = f"give {inner} beside the prompt"
+    what = f"give {INSTEAD[k]}" if k in INSTEAD else "leave it out"
+    if (
+        k not in INSTEAD
+        and isinstance(v, dict)
+        and (inner := [x for x in v if x in KNOWN_SETTINGS])
+    ):
+        what = f"give {inner[0]} beside the prompt"
     return f"parameter {k!r:.60} is not supported: {what}"
 
 
@@ -115,102 +180,132 @@ def refuse(k: Any, v: Any = None) -> NoReturn:
     "Raise a `ParamError` about setting `k` with value `v`, with `advice`."
     if not isinstance(k, str):
         raise ParamError(f"the name of a setting must be a string, got {k!r:.60}")
-    raise ParamError(advice(k, v), field=k[:60])
+    raise ParamError(advice(k, v), field=k)
+
+
+@functools.cache
+def say_ignored(k: str) -> None:
+    "Log, once, that `k` changes nothing."
+    log.warning(
+        "%s has no effect here: requests that have it are answered as if they had not (said once)",
+        k,
+    )
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00016
+class ResponseFormat(Body):
+    "The form of an answer, as OpenAI's API has it; others have `schema` beside the type."
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict | None = None
+    schema_: Any = Field(None, alias="schema")
+    name: Any = None
+    description: Any = None
+    strict: Any = None
+
+
 def structured_of(form: Any) -> dict[str, Any] | None:
     """A `response_format` as the `structured_outputs` of `SamplingParams`, None for text. Raises
     `ParamError`.
 
     The schema stands in `json_schema.schema`, as OpenAI has it, or in `schema`, as llama.cpp and
     others do, there with json_object too."""
-    kind = form.get("type") if isinstance(form, dict) else None
-    if kind not in ("text", "json_object", "json_schema"):
-        raise ParamError(
-            f"response_format must be of type text, json_object or json_schema, got {form!r:.60}",
-            field="response_format",
-        )
-    known = "type", "json_schema", "schema", "name", "description", "strict"
-    if lost := next((k for k in form if k not in known), None):
-        raise ParamError(
-            f"response_format has no {lost!r:.60}: it takes type and json_schema",
-            field="response_format",
-        )
-    inner = form.get("json_schema")
-    if inner is not None and not isinstance(inner, dict):
-        raise ParamError(
-            f"response_format.json_schema must be an object, got {inner!r:.60}",
-            field="response_format.json_schema",
-        )
-    given = [v for v in (form.get("schema"), (inner or {}).get("schema")) if v is not None]
-    if not given and kind != "json_schema":
-        return None if kind == "text" else dict(json_object=True)
-    if kind == "text":
+    f = read(ResponseFormat, form, "response_format")
+    given = [s for s in (f.schema_, (f.json_schema or {}).get("schema")) if s is not None]
+    if not given and f.type != "json_schema":
+        return None if f.type == "text" else dict(json_object=True)
+    if f.type == "text":
         raise ParamError(
             "response_format of type text has a schema: give type json_schema, or leave it out",
             field="response_format",
         )
-    if len(given) == 1 and isinstance(given[0], dict):
-        return dict(json=given[0] if kind == "json_schema" else dict(type="object") | given[0])
-    raise ParamError(
-        "response_format of type json_schema needs the schema, an object, in json_schema.schema",
-        field="response_format",
-    )
+    if len(given) != 1 or not isinstance(given[0], dict):
+        raise ParamError(
+            "response_format of type json_schema needs the schema, an object, in "
+            "json_schema.schema",
+            field="response_format",
+        )
+    return dict(json=given[0] if f.type == "json_schema" else dict(type="object") | given[0])
+
+
+FORMS = "response_format", "structured_outputs", *GUIDED
 
 
 def form_of(given: dict[str, Any]) -> Any:
     """Take what dict `given` says of the form of an answer out of it: a `structured_outputs`, or
     None. Raises `ParamError`."""
-    forms = {
-        k: None if (v := given.pop(k)) is None else {GUIDED[k]: v} for k in GUIDED if k in given
-    }
-    if (form := given.pop("response_format", None)) is not None:
-        forms = dict(response_format=structured_of(form)) | forms
-    forms |= {k: given.pop(k) for k in ("structured_outputs",) if k in given}
-    forms = {k: v for k, v in forms.items() if v is not None}
+    forms = {}
+    for k in FORMS:
+        v = given.pop(k, None)
+        if v is not None and k == "response_format":
+            v = structured_of(v)
+        elif v is not None and k in GUIDED:
+            v = {GUIDED[k]: v}
+        if v is not None:
+            forms[k] = v
     if len(forms) > 1:
         raise ParamError(f"{' and '.join(forms)}: give one of them")
     return next(iter(forms.values()), None)
 
-
-def logprobs_of(given: dict[str, Any]) -> Any:
-    """Take `logprobs` and `top_logprobs` out of dict `given`: how many tokens a position, or
-    None. Raises `ParamError`."""
+# %% ../../nbs/6_jobs/settings.ipynb #setlogp2
+def logprobs_of(given: dict[str, Any], chat: bool) -> Any:
+    """Take `logprobs` and `top_logprobs` out of dict `given`: how many tokens a position, or None.
+    `chat`: they are given as the chat endpoint has them. Raises `ParamError`."""
     wanted, top = given.pop("logprobs", None), given.pop("top_logprobs", None)
-    if top is None:
-        return {True: 0, False: None}[wanted] if isinstance(wanted, bool) else wanted
-    if wanted is not True:
+    if chat and not isinstance(wanted, bool | None):
+        raise ParamError(field="logprobs", value=wanted, want="true or false")
+    if top is not None and not (chat and wanted):
         raise ParamError("top_logprobs needs logprobs to be true", field="top_logprobs")
-    return top
+    if chat:
+        return (top or 0) if wanted else None
+    return wanted
+
+# %% ../../nbs/6_jobs/settings.ipynb #setsize1
+RANGES = dict(
+    n=(1, 128),
+    logprobs=(0, 20),
+    top_logprobs=(0, 20),
+    prompt_logprobs=(0, 20),
+    top_k=(-1, 2**31 - 1),
+)
+LENGTHS = dict(stop=128, bad_words=1024, stop_token_ids=1024)
+
+
+def check_sizes(given: dict[str, Any]) -> None:
+    "Raise `ParamError` for a number of dict `given` out of its range, or a list too long."
+    for k in RANGES.keys() & given.keys():
+        least, most = RANGES[k]
+        if (n := whole_number(given[k])) is not None and not least <= n <= most:
+            want = f"a whole number from {least} to {most:,}"
+            raise ParamError(field=k, value=given[k], want=want)
+    for k in LENGTHS.keys() & given.keys():
+        if isinstance(v := given[k], (list, tuple)) and len(v) > LENGTHS[k]:
+            raise ParamError(f"{k} may have up to {LENGTHS[k]:,} entries, got {len(v):,}", field=k)
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00019
-def _is_neutral(k: str, v: Any) -> bool:
-    "Whether setting `k`, which nothing here can honour, asks for nothing at `v`."
-    return any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ()))
+def settings_of(given: dict[str, Any], chat: bool = False) -> dict[str, Any]:
+    """The settings in dict `given`, by whatever names, as fields of `SamplingParams`; those of
+    `IGNORED` are left out, and named in the log.
 
-
-_FORMS = {*GUIDED, "response_format", "structured_outputs"}
-
-
-def settings_of(given: dict[str, Any], names: Collection[str] = SETTINGS) -> dict[str, Any]:
-    """The settings in dict `given`, by whatever names, as fields of `SamplingParams`.
-
-    `names`: the fields that may be set. Raises `ParamError` for each that can't be honoured."""
-    rest, found, by = dict(given), dict[str, Any](), dict[str, str]()
-    if _FORMS & rest.keys():
-        found["structured_outputs"] = form_of(rest)
-    if {"logprobs", "top_logprobs"} & rest.keys():
-        found["logprobs"] = logprobs_of(rest)
+    `chat`: log probabilities are asked for as in the chat endpoint. Raises `ParamError` for each
+    that can't be honoured."""
+    rest = {k: v for k, v in given.items() if v is not None and k not in DROPPED}
+    for k in IGNORED & rest.keys():
+        del rest[k]
+        say_ignored(k)
+    if (other := "prompt" if chat else "messages") in rest:
+        path, own = ("", "messages") if chat else ("chat/", "a prompt")
+        raise ParamError(f"{other}: ask /v1/{path}completions for it, or give {own}", field=other)
+    check_sizes(rest)
+    found = dict(structured_outputs=form_of(rest), logprobs=logprobs_of(rest, chat))
+    by: dict[str, str] = {}
     for k, v in rest.items():
         name = ALIASES.get(k, k)
-        if v is None and name != k and name in rest:
-            continue
-        if name in names:
-            if (old := found.setdefault(name, v)) is not v and old != v:
-                raise ParamError(
-                    f"{k}={v!r:.40} and {by[name]}={old!r:.40}: give one of them", field=k
-                )
-            by[name] = k
-        elif not (_is_neutral(k, v) or v is None and k in INSTEAD | NEUTRAL):
-            refuse(k, v)
-    return found
+        if name not in OPTIONS:
+            if not any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ())):
+                refuse(k, v)
+        elif name in by and found[name] != v:
+            said = f"{k}={v!r:.40} and {by[name]}={found[name]!r:.40}"
+            raise ParamError(f"{said}: give one of them", field=k)
+        else:
+            found[name], by[name] = v, k
+    return {k: v for k, v in found.items() if v is not None}

@@ -5,8 +5,7 @@
 # %% ../../nbs/7_serve/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, itertools, json, logging, math, os, re, secrets, signal, socket, sys, threading, time
-from bisect import bisect_left
+import asyncio, contextlib, hashlib, hmac, json, logging, math, os, re, secrets, socket, sys, time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -20,7 +19,9 @@ from collections.abc import (
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from .. import __version__
 from ..api.aio import AsyncLLM
@@ -37,23 +38,24 @@ from batchlab.jobs.schema import (
     ApiRequest,
     BadRequest,
     Parts,
+    Talk,
+    about,
     as_messages,
     at_fault,
+    choice_of,
     echoed,
     error_body,
     head_of,
-    choice_of,
     parse_online,
     prompt_logprobs_of,
-    take,
     text_logprobs,
     usage_of,
 )
+from ..jobs.settings import B, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling, pooling_body
 from ..jobs.runner import name_of
 from batchlab.jobs.tools import (
-    ToolChoice,
     ToolFormat,
     ToolParser,
     conversation_with,
@@ -63,12 +65,16 @@ from batchlab.jobs.tools import (
     tool_params,
 )
 
+# %% auto #0
+__all__ = ['create_app', 'listen', 'url_of', 'Server']
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv0005l
 try:
     import h11, uvicorn
     from fastapi import APIRouter, FastAPI, Request, Response
     from fastapi.exceptions import RequestValidationError
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client import CollectorRegistry, Histogram, generate_latest
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from starlette.exceptions import HTTPException
     from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
@@ -77,13 +83,13 @@ try:
 except ImportError as e:
     raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
-# %% auto #0
-__all__ = ['create_app', 'listen', 'url_of', 'Server']
-
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011
 _dumps = json.JSONEncoder(
     separators=(",", ":")
 ).encode  # ASCII: half a surrogate pair is an escape in it
+
+
+UNREAD: Any = None  # in place of `receive`, for a response that reads nothing
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -91,22 +97,14 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(_dumps(body), status, headers, "application/json")
 
 
-def error_response(e: BadRequest) -> Response:
-    "The API's error object, with what its status wants in the headers."
+def error_response(e: BadRequest, close: bool = False) -> Response:
+    """The API's error object, with what its status wants in the headers. `close`: the connection
+    ends with it."""
     status, body = error_body(str(e), e.code, e.param)
-    more = {
-        401: {"WWW-Authenticate": "Bearer"},
-        408: {"Connection": "close"},
-        413: {"Connection": "close"},
-        429: {"Retry-After": str(getattr(e, "retry_after", 1))},
-    }
-    return json_response(body, status, more.get(status))
-
-
-async def respond(response: Response, scope: Scope, send: Send) -> None:
-    "Send `response`, which reads nothing."
-    nothing: Any = None
-    await response(scope, nothing, send)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status, {})
+    if close or status in (408, 413):
+        headers["Connection"] = "close"
+    return json_response(body, status, headers)
 
 
 def logged(e: BadRequest) -> str:
@@ -117,75 +115,31 @@ def logged(e: BadRequest) -> str:
 
 async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -> None:
     "Answer with the error `e`, and let the log say so. `close`: the connection ends with it."
-    scope["said"], response = logged(e), error_response(e)
-    if close:
-        response.headers["Connection"] = "close"
-    await respond(response, scope, send)
+    scope["said"] = logged(e)
+    await error_response(e, close)(scope, UNREAD, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-1
-def _near_path(scope: Scope) -> str | None:
-    "The path of an endpoint that is probably meant: with one /v1 in front and single slashes."
-    plain = re.sub("/+", "/", scope["path"]).rstrip("/")
-    while plain.startswith("/v1/v1/"):
-        plain = plain[3:]
-    routes = [
-        r.path_regex
-        for r in scope["app"].routes
-        if hasattr(r, "path_regex") and "{name" not in getattr(r, "path", "")
-    ]
-    return next(
-        (
-            p
-            for p in (plain, "/v1" + plain)
-            if p != scope["path"] and any(r.match(p) for r in routes)
-        ),
-        None,
-    )
-
-
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
     path, method = repr(scope["path"])[1:-1][:100], scope["method"]
     if methods:
         return BadRequest(f"{method} is not served at {path}: use {methods}", "method_not_allowed")
-    if near := _near_path(scope):
-        return BadRequest(
-            f"{path} is not served here, {near[:100]} is: a base_url ends in /v1, once, and in no "
-            "slash",
-            "not_found",
-        )
-    kind = path.removeprefix("/v1/").split("/")[0]
+    kind = path.removeprefix("/v1/").partition("/")[0]
+    why = "see /v1/models and /v1/chat/completions; a base_url ends in /v1, once, and in no slash"
     if kind in ("files", "batches"):
-        has = any(getattr(r, "path", "") == "/v1/files" for r in scope["app"].routes)
-        why = (
-            f"the id of a {kind.removesuffix('es') if kind == 'batches' else 'file'} has no slash "
-            "in it"
-            if has
-            else "start it with --data FOLDER"
-        )
-    else:
-        why = dict(responses="this server has no responses: use /v1/chat/completions").get(
-            kind, "see /v1/models and /v1/chat/completions"
-        )
+        why = "start it with --data FOLDER; no id has a slash"
     return BadRequest(f"{path} is not served here: {why}", "not_found")
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-2
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
     """Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`:
     tokens that the model holds."""
-    pooled = isinstance(asked, PoolingRequest)
-    reason, own = (
-        o.outputs[0].finish_reason if o.outputs else o.finish_reason,
-        asked.key if pooled else "messages" if asked.chat else "prompt",
-    )
-    if reason == "too_long":
-        return BadRequest(
-            f"this model's maximum context length is {most} tokens: {o.error}",
-            "context_length_exceeded",
-            own,
-        )  # by these words clients know it
+    reason = o.outputs[0].finish_reason if o.outputs else o.finish_reason
+    if reason == "too_long":  # clients know it by these words
+        why = f"this model's maximum context length is {most} tokens: {o.error}"
+        return BadRequest(why, "context_length_exceeded", asked.key)
     if o.fault is not None:
-        return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, own))
+        return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, asked.key))
     if reason == "cancelled":
         return BadRequest("the server is stopping: ask again later", "unavailable")
     if reason == "timeout":
@@ -249,11 +203,19 @@ async def merged(
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00022
 class Answer(Response):
-    "The answer to `asked`, whole or in parts, as it is made by the engine of `api`."
+    """The answer to `asked`, as it is made by the engine of `api`. A subclass sends it in `make`,
+    which gives its usage."""
 
     def __init__(self, api: Api, asked: Any) -> None:
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
-        self.begun, self.turn, self.sent = False, asyncio.Lock(), 0.0
+        self.model = api.adapter_of(asked.model) or api.name
+        self.begun = False
+
+    async def make(self, send: Send) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def _end(self, send: Send, e: BadRequest) -> None:
+        await refuse(e, self.scope, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -263,91 +225,101 @@ class Answer(Response):
     async def _answer(self, send: Send) -> None:
         try:
             with self.api.place(self.asked):
-                await (self._kept_alive if self.asked.stream else self._whole)(send)
-        except (BadRequest, BatchlabError) as e:
-            wrong = (
-                e
-                if isinstance(e, BadRequest)
-                else BadRequest(
-                    str(e), "unavailable" if isinstance(e, EngineError) else "invalid_request"
-                )
-            )
-            if not self.begun:
-                return await refuse(wrong, self.scope, send)
-            self.scope["said"], body = (
-                logged(wrong),
-                error_body(str(wrong), wrong.code, wrong.param)[1],
-            )
-            await send(
-                dict(
-                    type="http.response.body",
-                    body=f"data: {_dumps(body)}\n\ndata: [DONE]\n\n".encode(),
-                )
-            )
+                usage = await self.make(send)
+            n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
+            self.scope["said"] = f"{n:,} tokens in, {m:,} out"
+        except BadRequest as e:
+            await self._end(send, e)
+        except BatchlabError as e:
+            code = "unavailable" if isinstance(e, EngineError) else "invalid_request"
+            await self._end(send, BadRequest(str(e), code))
 
-    async def _outputs(self, grow: bool) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    def checked(self, o: Any) -> Any:
+        "Output `o`, counted if it is the last. Raises `BadRequest` for one that failed."
+        if o.finished:
+            if wrong := error_of(o, self.asked, self.api.llm.llm.max_model_len):
+                raise wrong
+            self.api.metrics.add(o)
+        return o
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv022t1
+class TextAnswer(Answer):
+    "The answer to an `ApiRequest`, whole."
+
+    async def outputs(self, grow: bool) -> AsyncGenerator[tuple[int, RequestOutput]]:
         "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
         a = self.asked
-
-        def one(prompt: Any) -> AsyncGenerator[RequestOutput]:
-            return self.api.llm.generate(
-                prompt,
-                a.params,
-                chat=a.chat,
-                priority=a.priority,
-                grow=grow,
-                lora_request=self.api.adapter_of(a.model),
-            )
-
-        async with contextlib.aclosing(merged([one(p) for p in a.prompts])) as outputs:
+        how: dict[str, Any] = dict(chat=a.chat, priority=a.priority, grow=grow)
+        how["lora_request"] = self.api.adapter_of(a.model)
+        each = [self.api.llm.generate(p, a.params, **how) for p in a.prompts]
+        async with contextlib.aclosing(merged(each)) as outputs:
             async for i, o in outputs:
-                if o.finished:
-                    if wrong := error_of(o, a, self.api.llm.llm.max_model_len):
-                        raise wrong
-                    self.api.metrics.add(o)
-                yield i, o
+                yield i, self.checked(o)
 
-    async def _whole(self, send: Send) -> None:
-        outs: dict[int, RequestOutput] = {}
-        async with contextlib.aclosing(self._outputs(grow=False)) as outputs:
-            async for i, o in outputs:
-                outs[i] = o
+    async def make(self, send: Send) -> dict[str, Any]:
+        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
+            outs = {i: o async for i, o in outputs}
         body = self._body([outs[i] for i in range(len(outs))])
-        self.scope["said"] = said_of(body["usage"])
-        await respond(json_response(body), self.scope, send)
+        await json_response(body)(self.scope, UNREAD, send)
+        return body["usage"]
 
     def _body(self, outs: list[RequestOutput]) -> dict[str, Any]:
-        "The body of a whole answer."
-        a, choices = self.asked, list[dict[str, Any]]()
+        a, choices, p = self.asked, list[dict[str, Any]](), self.asked.params
         read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None  # (text, key)
         for i, o in enumerate(outs):
-            shown = echoed(o, self._text(o), a.silent) if a.echo else o
+            shown, first = self.shown(o)
             for c in shown.outputs:
-                choice = choice_of(
-                    c, a.kind, a.params.logprobs, a.params.logprob_token_ids, read, self.name
-                ) | dict(index=i * a.params.n + c.index)
+                choice = choice_of(c, a.kind, p.logprobs, p.logprob_token_ids, read, self.name)
+                choice["index"] = i * p.n + c.index
                 if a.echo:
-                    choice["logprobs"] = text_logprobs(c, first=self._first(o))
+                    choice["logprobs"] = text_logprobs(c, first=first)
                 if a.asked.get("prompt_logprobs") is not None and not a.chat:
                     choice["prompt_logprobs"] = prompt_logprobs_of(o)
                 choices.append(choice)
-        body = head_of(a.kind, self.name, self.api.adapter_of(a.model) or self.api.name) | dict(
-            choices=choices, usage=self._usage(outs)
-        )
-        if a.chat and a.params.prompt_logprobs is not None:
+        body = head_of(a.kind, self.name, self.model)
+        body |= dict(choices=choices, usage=self.usage(outs))
+        if a.chat and p.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs_of(outs[0])
         return body
 
-    async def _kept_alive(self, send: Send) -> None:
-        """The stream, with a comment whenever there was nothing to send for a while: who stands
-        between cuts what is silent."""
+    def shown(self, o: RequestOutput) -> tuple[RequestOutput, str]:
+        "What the client sees of `o`, and the text of its first token where it has no probability."
+        a, decode = self.asked, self.api.decode
+        if not a.echo:
+            return o, ""
+        text, ids = o.prompt, o.prompt_token_ids or []
+        if text is None or a.params.truncate_prompt_tokens is not None:
+            text = decode(ids)  # of a prompt that was cut, what was used
+        return echoed(o, text, a.silent), decode(ids[:1])
+
+    def usage(self, outs: Iterable[RequestOutput]) -> dict[str, Any]:
+        usage = usage_of(*outs)
+        if self.asked.silent:
+            usage |= dict(completion_tokens=0, total_tokens=usage["prompt_tokens"])
+        return usage
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv022s1
+STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class StreamedAnswer(TextAnswer):
+    "The answer to an `ApiRequest` in parts."
+
+    async def make(self, send: Send) -> dict[str, Any]:
+        self.turn, self.sent = asyncio.Lock(), 0.0
         beat = asyncio.ensure_future(self._beat(send))
         try:
-            await self._stream(send)
+            return await self._parts(send)
         finally:
             beat.cancel()
 
     async def _beat(self, send: Send) -> None:
+        """A comment whenever there was nothing to send for a while: what stands between cuts a
+        connection that is silent."""
         clock, every = asyncio.get_running_loop().time, self.api.keep_alive
         self.sent = clock()
         while True:
@@ -355,139 +327,60 @@ class Answer(Response):
             if clock() - self.sent >= every:
                 await self._send(send, b": keep-alive\n\n")
 
-    async def _stream(self, send: Send) -> None:
-        a, lasts = self.asked, {}
-        parser = (
-            (lambda i: ToolParser(a.tool_format, a.tools, f"{self.name}-{i}")) if a.tools else None
-        )
-        parts = Parts(
-            a.kind,
-            self.name,
-            self.api.adapter_of(a.model) or self.api.name,
-            a.params.logprobs,
-            a.params.logprob_token_ids,
-            a.usage,
-            parser,
-        )
-        async with contextlib.aclosing(self._outputs(grow=True)) as outputs:
+    async def _parts(self, send: Send) -> dict[str, Any]:
+        a, lasts, p = self.asked, {}, self.asked.params
+        new_parser = lambda i: ToolParser(a.tool_format, a.tools, f"{self.name}-{i}")
+        asked = a.kind, self.name, self.model, p.logprobs, p.logprob_token_ids, a.usage
+        parts = Parts(*asked, parser=new_parser if a.tools else None)
+        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
             async for i, o in outputs:
                 if o.finished:
                     lasts[i] = o
-                if a.echo and not o.finished and a.params.prompt_logprobs is not None:
+                elif a.echo and p.prompt_logprobs is not None:
                     continue  # which are known at the end
-                shown, first = (
-                    (echoed(o, self._text(o), a.silent), self._first(o)) if a.echo else (o, "")
-                )
-                used = (
-                    [
-                        (len(o.prompt_token_ids or ()), 0 if a.silent else len(c.token_ids))
-                        for c in o.outputs
-                    ]
-                    if a.usage_each
-                    else None
-                )
-                new = parts.since(shown.outputs, i * a.params.n, first, used)
-                if new:
+                prompt, used = len(o.prompt_token_ids or ()), None
+                if a.usage_each:
+                    used = [(prompt, 0 if a.silent else len(c.token_ids)) for c in o.outputs]
+                shown, first = self.shown(o)
+                if new := parts.since(shown.outputs, i * p.n, first, used):
                     await self._send(send, new)
-        usage = self._usage([lasts[i] for i in sorted(lasts)])
-        self.scope["said"] = said_of(usage)
+        usage = self.usage(lasts.values())
         await self._send(send, parts.end(usage if a.usage else None), last=True)
+        return usage
 
     async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
         "Send a part; before the first, the headers. Waits for a reader that is slow."
         async with self.turn:
             if not self.begun:
-                headers = [
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
-                    (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"),
-                ]
-                await send(dict(type="http.response.start", status=200, headers=headers))
+                await send(dict(type="http.response.start", status=200, headers=STREAM))
                 self.begun = True
             await send(dict(type="http.response.body", body=body, more_body=not last))
             self.sent = asyncio.get_running_loop().time()
 
-    def _usage(self, outs: list[RequestOutput]) -> dict[str, Any]:
-        usage = usage_of(*outs)
-        return (
-            usage | dict(completion_tokens=0, total_tokens=usage["prompt_tokens"])
-            if self.asked.silent
-            else usage
-        )
-
-    def _text(self, o: RequestOutput) -> str:
-        "The text of its prompt."
-        if o.prompt is not None and self.asked.params.truncate_prompt_tokens is None:
-            return o.prompt
-        return self.api.decode(o.prompt_token_ids or [])  # of a prompt that was cut, what was used
-
-    def _first(self, o: RequestOutput) -> str:
-        return self.api.decode((o.prompt_token_ids or [])[:1])
+    async def _end(self, send: Send, e: BadRequest) -> None:
+        if not self.begun:
+            return await super()._end(send, e)
+        self.scope["said"] = logged(e)
+        error = _dumps(error_body(str(e), e.code, e.param)[1])
+        await self._send(send, f"data: {error}\n\ndata: [DONE]\n\n".encode(), last=True)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00022-1
 class PooledAnswer(Answer):
-    "The answer to `asked`, a `PoolingRequest`, whose texts the engine gets as one request."
+    "The answer to a `PoolingRequest`."
 
-    async def _whole(self, send: Send) -> None:
-        a: Any = self.asked
-        out: Any
-        async with contextlib.aclosing(
-            self.api.llm.generate(a, priority=a.priority, grow=False)
-        ) as outputs:
-            [out] = [o async for o in outputs]
-        result: Any = out
-        if wrong := error_of(out, a, self.api.llm.llm.max_model_len):
-            raise wrong
-        self.api.metrics.add(out)
-        body = await asyncio.to_thread(
-            pooling_body, a, result, self.name, a.adapter or self.api.name
-        )  # of a thousand vectors it is long
-        self.scope["said"] = said_of(body["usage"])
-        await respond(json_response(body), self.scope, send)
-
-
-def said_of(usage: dict[str, Any]) -> str:
-    return f"{usage['prompt_tokens']:,} tokens in, {usage.get('completion_tokens', 0):,} out"
+    async def make(self, send: Send) -> dict[str, Any]:
+        a, llm = self.asked, self.api.llm
+        async with contextlib.aclosing(llm.generate(a, priority=a.priority, grow=False)) as outputs:
+            [out] = [self.checked(o) async for o in outputs]
+        body = await asyncio.to_thread(pooling_body, a, out, self.name, self.model)
+        await json_response(body)(self.scope, UNREAD, send)
+        return body["usage"]
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00031
-class Histogram:
-    "Counts of values by upper bounds, as Prometheus wants them, for one thread."
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
-
-    def add(self, x: float, n: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, x)] += n
-        self.sum += x * n
-
-    def buckets(self) -> list[tuple[str, float]]:
-        return [*zip([*map(str, self.bounds), "+Inf"], itertools.accumulate(self.counts))]
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00031-1
-SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
-    2560.0,
-)
+SECONDS = [
+    float(x)
+    for x in "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560".split()
+]
 
 
 class Metrics:
@@ -495,73 +388,85 @@ class Metrics:
     each request that was answered."""
 
     def __init__(self, llm: AsyncLLM, name: str) -> None:
-        self.llm, self.name = llm, name
-        self.first, self.each, self.whole = (Histogram(SECONDS) for _ in range(3))
-        self.registry = CollectorRegistry()
+        self.llm, self.name, self.registry = llm, name, CollectorRegistry()
+        self.times = [
+            Histogram(
+                f"vllm:{k}_seconds", text, ["model_name"], registry=self.registry, buckets=SECONDS
+            ).labels(name)
+            for k, text in (
+                ("time_to_first_token", "Until the first token."),
+                ("inter_token_latency", "From token to token, the mean of each answer."),
+                ("e2e_request_latency", "Until the last token."),
+            )
+        ]
         self.registry.register(self)
 
     def add(self, o: RequestOutput) -> None:
         m, n = o.metrics or {}, max((len(c.token_ids) for c in o.outputs), default=0)
-        if (t := m.get("time_to_first_token")) is not None:
-            self.first.add(t)
-        if (t := m.get("time_per_token")) is not None:
-            self.each.add(t, max(1, n - 1))  # each token counts with the mean of its answer
-        if (t := m.get("latency")) is not None:
-            self.whole.add(t)
+        times = dict(time_to_first_token=1, time_per_token=max(1, n - 1), latency=1)
+        for (k, count), h in zip(times.items(), self.times):
+            for _ in range(count if m.get(k) is not None else 0):
+                h.observe(m[k])
 
     def collect(self) -> Iterator[Any]:
-        "For prometheus_client: the state of this moment."
+        "For prometheus_client: what the engine counts, as it is at this moment."
         s, limits = self.llm.stats(), self.llm.llm.limits
-        label: dict[str, Any] = dict(labels=["model_name"])
         total = (limits.kv_tokens or 0) // (self.llm.llm.backend.block_size or 1) or s.blocks
-        for name, text, x in (
-            ("num_requests_running", "Requests that have a slot.", s.running),
-            ("num_requests_waiting", "Requests that wait for one.", s.waiting),
-            (
-                "kv_cache_usage_perc",
-                "Share of the KV blocks in use; 1 is all.",
-                s.blocks_in_use / total if total else 0,
-            ),
+        usage = s.blocks_in_use / total if total else 0
+        for kind, name, text, x in (
+            (GaugeMetricFamily, "num_requests_running", "Requests that have a slot.", s.running),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests that wait for one.", s.waiting),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV blocks in use.", usage),
+            (CounterMetricFamily, "prompt_tokens", "Of requests that ended.", s.prompt_tokens),
+            (CounterMetricFamily, "generation_tokens", "Of their answers.", s.output_tokens),
+            (CounterMetricFamily, "prefix_cache_hits", "Cached tokens.", s.cached_tokens),
+            (CounterMetricFamily, "num_preemptions", "Slots given up.", s.preemptions),
         ):
-            (family := GaugeMetricFamily(f"vllm:{name}", text, **label)).add_metric([self.name], x)
+            family = kind(f"vllm:{name}", text, labels=["model_name"])
+            family.add_metric([self.name], x)
             yield family
-        for name, text, x in (
-            ("prompt_tokens", "Tokens of the prompts of requests that ended.", s.prompt_tokens),
-            ("generation_tokens", "Tokens of their answers.", s.output_tokens),
-            ("prefix_cache_hits", "Prompt tokens that were cached.", s.cached_tokens),
-            ("num_preemptions", "Requests that gave up their slot for a while.", s.preemptions),
-        ):
-            (family := CounterMetricFamily(f"vllm:{name}", text, **label)).add_metric(
-                [self.name], x
-            )
-            yield family
-        ends = CounterMetricFamily(
-            "vllm:request_success",
-            "Requests that ended, by reason.",
-            labels=["model_name", "finished_reason"],
-        )
+        labels = ["model_name", "finished_reason"]
+        ends = CounterMetricFamily("vllm:request_success", "Requests that ended.", labels=labels)
         for reason, n in s.requests.items():
             ends.add_metric([self.name, "abort" if reason == "cancelled" else reason], n)
         yield ends
-        for name, text, h in (
-            ("time_to_first_token", "Until the first token.", self.first),
-            ("inter_token_latency", "From token to token, the mean of each answer.", self.each),
-            ("e2e_request_latency", "Until the last token.", self.whole),
-        ):
-            (family := HistogramMetricFamily(f"vllm:{name}_seconds", text, **label)).add_metric(
-                [self.name], h.buckets(), h.sum
-            )
-            yield family
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv0041a
+class TokenizeBody(Talk):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    return_token_strs: bool = False
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def parse(body: dict[str, Any], model: type[B]) -> B:
+    "`body` as a `model`. Raises `BadRequest`."
+    with about(body):
+        return read(model, body)
+
+
+def parse_chat(body: dict[str, Any]) -> ApiRequest:
+    "The `ApiRequest` of a chat, with its tools. Raises `BadRequest`."
+    tools = take_tools(body)
+    asked = parse_online(body, "chat")
+    asked.tools = tools
+    return asked
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00041
 _UNKNOWN = ToolFormat("", "", "")
 
 
-class Api:
-    """The endpoints over `llm`, a model that goes by the `name` here, and by `others`.
+class Admission:
+    """What may be asked of `llm`, a model that goes by the `name` here, and by `others`.
     `max_pending`: choices that may be under way; `keep_alive`: seconds after which a stream
     without news gets a comment.
 
@@ -575,31 +480,11 @@ class Api:
         others: Iterable[str] = (),
         keep_alive: float = 10.0,
     ) -> None:
-        self.llm, self.name, self.names, self.max_pending, self.keep_alive = (
-            llm,
-            name,
-            {name, *others},
-            max_pending,
-            keep_alive,
-        )
-        self.metrics, self.pending, self.draining, self.since = (
-            Metrics(llm, name),
-            0,
-            False,
-            int(time.time()),
-        )
+        self.llm, self.name, self.names = llm, name, {name, *others}
+        self.max_pending, self.keep_alive = max_pending, keep_alive
+        self.metrics, self.since = Metrics(llm, name), int(time.time())
+        self.pending, self.draining = 0, False
         self.tool_format: ToolFormat | None = _UNKNOWN  # until a request has tools
-
-    @contextlib.contextmanager
-    def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
-        """Count the choices of `asked` as pending while the context lasts. Raises `BadRequest`
-        if there is no room for them."""
-        self.check_room(asked)
-        self.pending += asked.num_choices
-        try:
-            yield
-        finally:
-            self.pending -= asked.num_choices
 
     def adapter_of(self, model: Any) -> str | None:
         """The name of the adapter that a request for `model` wants, or None: the model's own
@@ -610,173 +495,72 @@ class Api:
         if model is not None and model not in self.names and self.adapter_of(model) is None:
             adapters = ", ".join(map(repr, adapter_names(self.llm.llm)))
             has = f"{self.name!r}, and with adapters {adapters}" if adapters else f"{self.name!r}"
-            raise BadRequest(
-                f"the model {model!r:.100} does not exist: this server has {has}",
-                "model_not_found",
-                "model",
-            )
+            why = f"the model {model!r:.100} does not exist: this server has {has}"
+            raise BadRequest(why, "model_not_found", "model")
 
     def check_length(self, asked: ApiRequest) -> None:
         "Raise `BadRequest` if `asked` wants longer answers than there can be."
         n, most = asked.params.max_tokens, self.llm.llm.max_model_len
-        key = next(
-            (k for k in ("max_tokens", "max_completion_tokens") if asked.asked.get(k) is not None),
-            "max_tokens",
-        )
         if n and most and n > most:
-            raise BadRequest(
-                f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, "
-                "or leave it out",
-                param=key,
-            )
+            given = asked.asked.get("max_tokens") is not None
+            key = "max_tokens" if given else "max_completion_tokens"
+            why = f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt"
+            raise BadRequest(f"{why}: lower it, or leave it out", param=key)
 
-    def check_room(self, asked: ApiRequest | PoolingRequest) -> None:
-        "Raise `BadRequest` if `asked` has no room beside what is pending."
+    @contextlib.contextmanager
+    def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
+        """Count the choices of `asked` as pending while the context lasts. Raises `BadRequest`
+        if there is no room for them."""
         n, most = asked.num_choices, self.max_pending
         if self.draining:
             raise BadRequest("the server is stopping: ask again later", "unavailable")
         if n > most:
-            own = (
-                asked.key
-                if isinstance(asked, PoolingRequest)
-                else "n"
-                if asked.params.n > 1
-                else "prompt"
-            )
-            raise BadRequest(
-                f"{n:,} answers in one request, and this server takes {most:,} at once: ask for "
-                "fewer",
-                param=own,
-            )
+            why = f"{n:,} answers in one request, and this server takes {most:,} at once"
+            many = isinstance(asked, ApiRequest) and asked.params.n > 1
+            raise BadRequest(f"{why}: ask for fewer", param="n" if many else asked.key)
         if self.pending + n > most:
-            raise BadRequest(
-                f"{self.pending:,} requests are under way, and this server takes {most:,}: ask "
-                "again later",
-                "rate_limit_exceeded",
-            )
+            why = f"{self.pending:,} requests are under way, and this server takes {most:,}"
+            raise BadRequest(f"{why}: ask again later", "rate_limit_exceeded")
+        self.pending += n
+        try:
+            yield
+        finally:
+            self.pending -= n
 
-    async def complete(self, request: Request, kind: str) -> Response:
-        body = json_object(await request.body())
-        tools = take_tools(body) if kind == "chat" else None
-        asked = parse_online(body, kind)
+# %% ../../nbs/7_serve/49_server.ipynb #srv041t1
+class TokenRoutes(Admission):
+    "The endpoints for the tokens of a text, and for what a client has to know of the tokenizer."
+
+    async def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
         self.check_model(asked.model)
-        self.check_length(asked)
-        if tools or asked.chat and any("tool_calls" in m for m in asked.prompts[0]["messages"]):
-            await self._in_queuer(lambda: self._arm(asked, tools))
-        return Answer(self, asked)
-
-    async def pool(self, request: Request) -> Response:
-        "The endpoints for vectors, scores and classes."
-        asked = parse_pooling(
-            json_object(await request.body()), POOLING_URLS[request.scope["path"]]
-        )
-        asked.adapter = self.adapter_of(asked.model)
-        self.check_model(asked.model)
-        return PooledAnswer(self, asked)
-
-    def _arm(self, asked: ApiRequest, tools: ToolChoice | None) -> None:
-        """Put `tools` into the prompt of `asked`, and hold its answer to their calls. Raises
-        `BadRequest`."""
-        if self.tool_format is _UNKNOWN:
-            self.tool_format = format_of(self.llm.llm.tokenizer)
-        asked.tools, asked.tool_format, [prompt] = tools, self.tool_format, asked.prompts
-        asked.prompts = [conversation_with(self.tool_format, tools, prompt)]
-        if tools:
-            asked.params = tool_params(asked.params, self.tool_format, tools)
-
-    async def chat(self, request: Request) -> Response:
-        return await self.complete(request, "chat")
-
-    async def text(self, request: Request) -> Response:
-        return await self.complete(request, "text")
-
-    def card(self) -> dict[str, Any]:
-        return dict(
-            id=self.name,
-            object="model",
-            created=self.since,
-            owned_by="batchlab",
-            root=self.name,
-            parent=None,
-            max_model_len=self.llm.llm.max_model_len,
-        )
-
-    def cards(self) -> list[dict[str, Any]]:
-        "The model, and its adapters by name."
-        return [
-            self.card(),
-            *(
-                self.card() | dict(id=name, root=name, parent=self.name)
-                for name in adapter_names(self.llm.llm)
-            ),
-        ]
-
-    async def models(self) -> Response:
-        return json_response(dict(object="list", data=self.cards()))
-
-    async def model(self, name: str) -> Response:
-        self.check_model(name)
-        return json_response(
-            next((card for card in self.cards() if card["id"] == name), self.card())
-        )
-
-    async def tokenize(self, request: Request) -> Response:
-        d = json_object(await request.body())
-        self.check_model(take(d, "model", str, None, "a string"))
-        strings, special = (
-            take(d, "return_token_strs", bool, False, "true or false"),
-            take(d, "add_special_tokens", bool, None, "true or false"),
-        )
-        if ("prompt" in d) == ("messages" in d):
+        llm, prompt, special = self.llm.llm, asked.prompt, asked.add_special_tokens
+        if (prompt is None) == (asked.messages is None):
             raise BadRequest("expected one of prompt and messages", param="prompt")
-        if "messages" in d:
-            prompt: Any = dict(messages=as_messages(d.pop("messages")))
-        else:
-            prompt = take(d, "prompt", str, None, "a string")
-        if isinstance(prompt, dict):
-            if special:
-                raise BadRequest(
-                    "add_special_tokens is for prompts: the chat template writes its own",
-                    param="add_special_tokens",
-                )
-            prompt |= {
-                k: v
-                for k, t in (
-                    ("add_generation_prompt", bool),
-                    ("continue_final_message", bool),
-                    ("chat_template_kwargs", dict),
-                )
-                if (v := take(d, k, t, None, "true or false" if t is bool else "an object"))
-                is not None
-            }
-        elif prompt is None:
-            raise BadRequest("prompt must be a string, got null", param="prompt")
-        if d:
-            raise BadRequest(f"unknown key {min(d)!r:.60}: leave it out", param=min(d))
-        ids = await self._in_queuer(lambda: self._ids(prompt, special is not False), prompt)
-        more = (
-            dict(token_strs=self.llm.llm.get_tokenizer().convert_ids_to_tokens(ids))
-            if strings
-            else {}
-        )
-        return json_response(
-            dict(count=len(ids), max_model_len=self.llm.llm.max_model_len, tokens=ids, **more)
-        )
-
-    def _ids(self, prompt: Any, special: bool) -> list[int]:
-        if isinstance(prompt, str):
-            return encode_text(self.llm.llm.tokenizer, prompt, special)
-        return prompt_ids_of(self.llm.llm.model, self.llm.llm.tokenizer, prompt, True)[1]
-
-    async def detokenize(self, request: Request) -> Response:
-        d = json_object(await request.body())
-        self.check_model(take(d, "model", str, None, "a string"))
-        ids, most = d.get("tokens"), self.llm.llm.vocab_size
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < most for i in ids):
+        if prompt is not None and asked.options:
+            key = min(asked.options)
+            raise BadRequest(f"{key} is for messages: leave it out", param=key)
+        if prompt is None and special:
             raise BadRequest(
-                f"tokens must be a list of token ids from 0 to {most - 1:,}", param="tokens"
+                "add_special_tokens is for prompts: the chat template writes its own",
+                param="add_special_tokens",
             )
-        return json_response(dict(prompt=await self._in_queuer(lambda: self.decode(ids))))
+        if prompt is None:
+            talk = dict(messages=as_messages(asked.messages)) | asked.options
+            work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
+        else:
+            talk, work = prompt, lambda: encode_text(llm.tokenizer, prompt, special is not False)
+        ids = await self._in_queuer(work, talk)
+        found: dict[str, Any] = dict(count=len(ids), max_model_len=llm.max_model_len, tokens=ids)
+        if asked.return_token_strs:
+            found["token_strs"] = llm.get_tokenizer().convert_ids_to_tokens(ids)
+        return found
+
+    async def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
+        self.check_model(asked.model)
+        ids, most = asked.tokens, self.llm.llm.vocab_size
+        if max(ids, default=0) >= most:
+            raise BadRequest(f"tokens must be token ids from 0 to {most - 1:,}", param="tokens")
+        return dict(prompt=await self._in_queuer(lambda: self.decode(ids)))
 
     async def _in_queuer(self, work: Callable[[], Any], prompt: Any = None) -> Any:
         "What `work` gives in the thread that tokenises `prompt`. Raises `BadRequest`."
@@ -785,77 +569,178 @@ class Api:
         except BatchlabError as e:
             raise BadRequest(str(e)) from None
 
-    async def tokenizer(self) -> Response:
+    async def tokenizer(self, request: Request) -> dict[str, Any]:
         """What a client needs to know of the tokenizer beside /tokenize: its special tokens, and
         the chat template."""
         tok = self.llm.llm.tokenizer
-        names = [
-            k
-            for k in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if getattr(tok, k, None) is not None
-        ]
-        return json_response(
-            dict(
-                tokenizer_class=type(tok).__name__,
-                chat_template=getattr(tok, "chat_template", None),
-                **{k: str(getattr(tok, k)) for k in names},
-            )
+        special = {k: getattr(tok, f"{k}_token", None) for k in ("bos", "eos", "pad", "unk")}
+        return dict(
+            tokenizer_class=type(tok).__name__,
+            chat_template=getattr(tok, "chat_template", None),
+            **{f"{k}_token": str(v) for k, v in special.items() if v is not None},
         )
 
     def decode(self, ids: list[int]) -> str:
-        text: Any = (
-            self.llm.llm.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            if self.llm.llm.tokenizer
-            else ""
-        )
-        return text
+        tok: Any = self.llm.llm.tokenizer
+        return tok.decode(ids, clean_up_tokenization_spaces=False) if tok else ""
 
-    async def health(self) -> Response:
+# %% ../../nbs/7_serve/49_server.ipynb #srv041a1
+class AboutRoutes(TokenRoutes):
+    "The endpoints that say something of the server."
+
+    def card(self, name: str) -> dict[str, Any]:
+        "The model, or an adapter of it, as the API lists models."
+        return dict(
+            id=name,
+            object="model",
+            created=self.since,
+            owned_by="batchlab",
+            root=name,
+            parent=None if name == self.name else self.name,
+            max_model_len=self.llm.llm.max_model_len,
+        )
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        cards = [self.card(name) for name in (self.name, *adapter_names(self.llm.llm))]
+        return dict(object="list", data=cards)
+
+    async def model(self, request: Request) -> dict[str, Any]:
+        self.check_model(name := request.path_params["name"])
+        return self.card(self.adapter_of(name) or self.name)
+
+    async def health(self, request: Request) -> Response:
         return Response(status_code=503 if self.draining else 200)
 
-    async def version(self) -> Response:
-        return json_response(dict(version=__version__))
+    async def version(self, request: Request) -> dict[str, Any]:
+        return dict(version=__version__)
 
-    async def figures(self) -> Response:
+    async def figures(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv041x1
+class Api(AboutRoutes):
+    "All endpoints of a model."
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
+        "`(method, path, what reads the body, what answers it or the request)` of all."
+        pools = [
+            ("POST", path, partial(parse_pooling, kind=kind), self.pool)
+            for path, kind in POOLING_URLS.items()
+        ]
+        return [
+            ("POST", "/v1/chat/completions", parse_chat, self.complete),
+            ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
+            *pools,
+            ("POST", "/tokenize", partial(parse, model=TokenizeBody), self.tokenize),
+            ("POST", "/detokenize", partial(parse, model=DetokenizeBody), self.detokenize),
+            ("GET", "/tokenizer_info", None, self.tokenizer),
+            ("GET", "/v1/models", None, self.models),
+            ("GET", "/v1/models/{name:path}", None, self.model),
+            ("GET", "/health", None, self.health),
+            ("GET", "/version", None, self.version),
+            ("GET", "/metrics", None, self.figures),
+        ]
+
+    async def complete(self, asked: ApiRequest) -> Response:
+        "The chat and completions endpoints."
+        self.check_model(asked.model)
+        self.check_length(asked)
+        talk = asked.prompts[0]["messages"] if asked.chat else ()
+        if asked.tools or any("tool_calls" in m for m in talk):
+            await self._in_queuer(lambda: self._arm(asked))
+        return (StreamedAnswer if asked.stream else TextAnswer)(self, asked)
+
+    async def pool(self, asked: PoolingRequest) -> Response:
+        "The endpoints for vectors, scores and classes."
+        asked.adapter = self.adapter_of(asked.model)
+        self.check_model(asked.model)
+        return PooledAnswer(self, asked)
+
+    def _arm(self, asked: ApiRequest) -> None:
+        """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
+        `BadRequest`."""
+        if self.tool_format is _UNKNOWN:
+            self.tool_format = format_of(self.llm.llm.tokenizer)
+        asked.tool_format, [prompt] = self.tool_format, asked.prompts
+        asked.prompts = [conversation_with(self.tool_format, asked.tools, prompt)]
+        if asked.tools:
+            asked.params = tool_params(asked.params, self.tool_format, asked.tools)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051
 PATIENCE = 30.0  # seconds for a client to send what it has begun
+OPEN = {"/", "/health", "/version", "/metrics"}  # what / has is no secret, see `serve.page`
+Check = Callable[[Scope], BadRequest | None]
 
 
-class KeyGate:
-    """ASGI middleware: who has not the API key is turned away. Its digest alone is kept, and
-    compared in constant time."""
+def header(scope: Scope, name: bytes) -> str:
+    "The value of a header, or ''."
+    return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), "")
 
-    OPEN = {"/", "/health", "/version", "/metrics"}  # what / has is no secret, see `serve.page`
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self.app, self.digest = app, self._digest(key.encode())
+class Gate:
+    "ASGI middleware: a request that one of `checks` has something against is refused."
 
-    @staticmethod
-    def _digest(key: bytes) -> bytes:
-        return hashlib.sha256(key).digest()
+    def __init__(self, app: ASGIApp, checks: Sequence[Check]) -> None:
+        self.app, self.checks = app, checks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self.OPEN:
-            given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-            scheme, _, key = given.partition(b" ")
-            if (
-                not hmac.compare_digest(self._digest(key.strip()), self.digest)
-                or scheme.lower() != b"bearer"
-            ):
-                return await refuse(
-                    BadRequest(
-                        "the API key is missing or wrong: send it as Authorization: Bearer KEY",
-                        "invalid_api_key",
-                    ),
-                    scope,
-                    send,
-                )
+        if scope["type"] == "http":
+            for check in self.checks:
+                if wrong := check(scope):
+                    return await refuse(wrong, scope, send)
         await self.app(scope, receive, send)
 
+# %% ../../nbs/7_serve/49_server.ipynb #srv0051c
+def key_check(key: str) -> Check:
+    "Who has not the API `key` is turned away. Its digest alone is kept, and compared in constant time."
+    digest = hashlib.sha256(key.encode()).digest()
+
+    def check(scope: Scope) -> BadRequest | None:
+        scheme, _, given = header(scope, b"authorization").partition(" ")
+        found = hashlib.sha256(given.strip().encode("latin-1")).digest()
+        if hmac.compare_digest(found, digest) and scheme.lower() == "bearer":
+            return None
+        if scope["path"] in OPEN:
+            return None
+        return BadRequest(
+            "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+            "invalid_api_key",
+        )
+
+    return check
+
+
+def own_pages(names: Collection[str], origins: Collection[str]) -> Check:
+    """The server is called by an address, as localhost or by one of `names`, and by no page of
+    another site but `origins`."""
+
+    def check(scope: Scope) -> BadRequest | None:
+        host, origin = header(scope, b"host"), header(scope, b"origin")
+        own = not origin or origin.partition("://")[2] == host or {"*", origin} & {*origins}
+        if own and (not host or trusted(host, names)):
+            return None
+        return BadRequest(
+            "without an API key this server answers only to its own address, and to no page of "
+            "another site: give it a key",
+            "forbidden",
+        )
+
+    return check
+
+
+def no_preflights(scope: Scope) -> BadRequest | None:
+    """A browser that asks for a page of another site, which comes without a key, hears that
+    there is an option."""
+    if scope["method"] != "OPTIONS" or not header(scope, b"access-control-request-method"):
+        return None
+    return BadRequest(
+        "pages of other sites may not use this server: it is started with --allowed-origins for "
+        "those that may",
+        "forbidden",
+    )
+
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-1
-class Body:
+class Sent:
     """The body of a request on its way through `receive`, of at most `most` bytes, for which
     there are `patience` seconds and one more for each `RATE` bytes that have come. An answer
     given before all has come goes out through `send`, and then the rest is read and dropped for
@@ -874,9 +759,8 @@ class Body:
             async with asyncio.timeout(self.end - now + self.came / rate):
                 message = await self._receive()
         except TimeoutError:
-            raise HTTPException(
-                408, f"the body comes too slowly: {self.came:,} bytes of it are here"
-            ) from None  # which frameworks hand on as it is
+            why = f"the body comes too slowly: {self.came:,} bytes of it are here"
+            raise HTTPException(408, why) from None  # which frameworks hand on as it is
         self.came += len(message.get("body", b""))
         self.whole = not message.get("more_body")
         return message
@@ -890,67 +774,45 @@ class Body:
         return message
 
     async def send(self, message: Message) -> None:
-        if (
-            message["type"] == "http.response.body"
-            and not message.get("more_body")
-            and not self.whole
-        ):
-            await self._send({**message, "more_body": True})
-            with contextlib.suppress(HTTPException):
-                while not self.whole and self.came < self.DROPPED:
-                    await self._next(math.inf)
-            message = dict(type="http.response.body")
-        await self._send(message)
+        if message["type"] != "http.response.body" or message.get("more_body") or self.whole:
+            return await self._send(message)
+        await self._send({**message, "more_body": True})
+        with contextlib.suppress(HTTPException):
+            while not self.whole and self.came < self.DROPPED:
+                await self._next(math.inf)
+        await self._send(dict(type="http.response.body"))
 
-# %% ../../nbs/7_serve/49_server.ipynb #srv00051-2
-class OwnPages:
-    """ASGI middleware: the server is called by an address, as localhost or by one of `names`,
-    and by no page of another site but `origins`."""
+# %% ../../nbs/7_serve/49_server.ipynb #srv0051b
+class BodyLimit:
+    """ASGI middleware: a body must be plain, come in time (`Sent`), and have at most as many
+    bytes as `limits` say for the beginning of its path, the first that fits."""
 
-    def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
-        self.app, self.names, self.origins = app, names, origins
+    def __init__(self, app: ASGIApp, limits: dict[str, int], patience: float = PATIENCE) -> None:
+        self.app, self.limits, self.patience = app, limits, patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            host, origin = (
-                next((v.decode("latin-1") for k, v in scope["headers"] if k == key), "")
-                for key in (b"host", b"origin")
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        most = next(n for path, n in self.limits.items() if scope["path"].startswith(path))
+        body, wrong = Sent(receive, send, most, self.patience), None
+        length, encoding = header(scope, b"content-length"), header(scope, b"content-encoding")
+        both = bool(length and header(scope, b"transfer-encoding"))
+        if both:
+            wrong = BadRequest(
+                "the request has Content-Length and Transfer-Encoding, which may contradict each "
+                "other: send one of them"
             )
-            foreign = (
-                origin
-                and origin.partition("://")[2] != host
-                and not {"*", origin} & {*self.origins}
+        elif length.isdecimal() and int(length[:20]) > most:
+            wrong = BadRequest(
+                f"the body is longer than {most:,} bytes: send less", "request_too_large"
             )
-            if host and not trusted(host, self.names) or foreign:
-                e = BadRequest(
-                    "without an API key this server answers only to its own address, and to no "
-                    "page of another site: give it a key",
-                    "forbidden",
-                )
-                return await refuse(e, scope, send)
-        await self.app(scope, receive, send)
-
-
-class NoPreflights:
-    """ASGI middleware: a browser that asks for a page of another site, which comes without a
-    key, hears that there is an option."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http"
-            and scope["method"] == "OPTIONS"
-            and any(k == b"access-control-request-method" for k, _ in scope["headers"])
-        ):
-            e = BadRequest(
-                "pages of other sites may not use this server: it is started with "
-                "--allowed-origins for those that may",
-                "forbidden",
+        elif encoding.strip().lower() not in ("", "identity"):
+            wrong = BadRequest(
+                f"the body is encoded as {encoding!r:.40}: send it plain", "unsupported_media_type"
             )
-            return await refuse(e, scope, send)
-        await self.app(scope, receive, send)
+        if wrong:
+            return await refuse(wrong, scope, body.send, both)
+        await self.app(scope, body.receive, body.send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-3
 class Heads:
@@ -966,55 +828,6 @@ class Heads:
         await self.app(inner, receive, send)
         if "said" in inner:
             scope["said"] = inner["said"]
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00051-4
-class BodyLimit:
-    """ASGI middleware: a body must be plain, of at most `most` bytes, and come in time (`Body`).
-    `more`: other limits of bytes by the beginning of the path."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        most: int,
-        more: dict[str, int] | None = None,
-        patience: float = PATIENCE,
-    ) -> None:
-        self.app, self.most, self.more, self.patience = app, most, more or {}, patience
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        body = Body(
-            receive,
-            send,
-            next((n for path, n in self.more.items() if scope["path"].startswith(path)), self.most),
-            self.patience,
-        )
-        headers, wrong = dict(scope["headers"]), None
-        length, encoding = (
-            headers.get(b"content-length", b""),
-            headers.get(b"content-encoding", b"identity").strip().lower(),
-        )
-        both = b"transfer-encoding" in headers and b"content-length" in headers
-        if both:
-            wrong = BadRequest(
-                "the request has Content-Length and Transfer-Encoding, which may contradict each "
-                "other: send one of them"
-            )
-        elif length.isdigit() and int(length[:20]) > body.most:
-            wrong = BadRequest(
-                f"the body is longer than {body.most:,} bytes: send less", "request_too_large"
-            )
-        elif encoding != b"identity":
-            wrong = BadRequest(
-                f"the body is encoded as {encoding.decode('latin-1')!r:.40}: send it plain",
-                "unsupported_media_type",
-            )
-        await (
-            refuse(wrong, scope, body.send, both)
-            if wrong
-            else self.app(scope, body.receive, body.send)
-        )
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
 class RequestLog:
@@ -1047,6 +860,91 @@ class RequestLog:
                 f"{scope['method'][:20]} {path} {status or 'no answer'}, "
                 f"{time.perf_counter() - start:.2f} s{said}"
             )
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv00052-1
+def _endpoint(
+    reader: Callable[..., Any] | None, act: Callable[..., Awaitable[Any]]
+) -> Callable[[Request], Awaitable[Response]]:
+    "What answers a request by `act`, which gets what `reader` makes of the body, if there is one."
+
+    async def answer(request: Request) -> Response:
+        found = await act(reader(json_object(await request.body())) if reader else request)
+        return found if isinstance(found, Response) else json_response(found)
+
+    return answer
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(llm: AsyncLLM, batches: BatchRunner | None, _: FastAPI) -> AsyncIterator[None]:
+    if batches:
+        batches.start()
+    yield
+    if batches:
+        await asyncio.to_thread(batches.stop)
+        batches.store.close()
+    await llm.shutdown()
+
+
+async def _bad_request(request: Request, e: Any) -> Response:
+    request.scope["said"] = logged(e)
+    return error_response(e)
+
+
+async def _http_error(request: Request, e: Any) -> Response:
+    """404 and 405 of the framework, and whatever else it or a router raises, as the API's error
+    object."""
+    headers, code = e.headers or {}, e.status_code
+    if (code, e.detail) in ((404, "Not Found"), (405, "Method Not Allowed")):
+        wrong = not_here(request.scope, headers.get("Allow") if code == 405 else None)
+    else:
+        codes = {408: "timeout", 413: "request_too_large"}
+        wrong = BadRequest(str(e.detail), codes.get(code, "invalid_request"))
+    response = await _bad_request(request, wrong)
+    response.status_code = code
+    response.headers.update(headers)
+    return response
+
+
+async def _invalid(request: Request, e: Any) -> Response:
+    "A router's own check of its arguments."
+    first = e.errors()[0]
+    where = str(first["loc"][-1]) if first.get("loc") else None
+    return await _bad_request(request, BadRequest(f"{where}: {first['msg']}", param=where))
+
+
+async def _left(request: Request, e: Any) -> Response:
+    "The client left while it was sending; nobody reads this."
+    request.scope["said"] = "the client left"
+    return Response(status_code=400)
+
+
+async def _broken(request: Request, e: Any) -> Response:
+    return error_response(
+        BadRequest("the server failed to answer this request: its log says why", "server_error")
+    )
+
+
+_HANDLERS: dict[type[Exception], Any] = {
+    BadRequest: _bad_request,
+    HTTPException: _http_error,
+    RequestValidationError: _invalid,
+    ClientDisconnect: _left,
+    Exception: _broken,
+}
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv052gd
+def _guard(
+    app: FastAPI, api_key: str | None, names: Collection[str] | None, origins: Collection[str]
+) -> None:
+    "Let `app` answer those alone who may ask."
+    checks = [] if origins else [no_preflights]
+    checks += [key_check(api_key)] if api_key else []
+    checks += [own_pages(names, origins)] if names is not None else []
+    app.add_middleware(Gate, checks=checks)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+        )
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00052
 def create_app(
@@ -1083,115 +981,32 @@ def create_app(
     `AdapterError` for one of them that can't be loaded, and `ParamError` for one that is called
     as the model is."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
-    api = Api(
-        llm, name or name_of(llm.llm.model), max_pending or llm.max_pending, others, keep_alive
-    )
+    name, max_pending = name or name_of(llm.llm.model), max_pending or llm.max_pending
+    api = Api(llm, name, max_pending, others, keep_alive)
     check_modules(llm.llm, api.names)
-    if batches:
-        batches.others = api.names
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        if batches:
-            batches.start()
-        yield
-        if batches:
-            await asyncio.to_thread(batches.stop)
-            batches.store.close()
-        await llm.shutdown()
-
     app = FastAPI(
         title="batchlab",
         version=__version__,
         openapi_url=None,
-        lifespan=lifespan,
+        lifespan=partial(_lifespan, llm, batches),
         redirect_slashes=False,
     )
     app.state.api, app.state.batches = api, batches
-    for path, endpoint, method in (
-        ("/v1/chat/completions", api.chat, "POST"),
-        ("/v1/completions", api.text, "POST"),
-        ("/tokenize", api.tokenize, "POST"),
-        *((path, api.pool, "POST") for path in POOLING_URLS),
-        ("/detokenize", api.detokenize, "POST"),
-        ("/tokenizer_info", api.tokenizer, "GET"),
-        ("/v1/models", api.models, "GET"),
-        ("/v1/models/{name:path}", api.model, "GET"),
-        ("/health", api.health, "GET"),
-        ("/version", api.version, "GET"),
-        ("/metrics", api.figures, "GET"),
-    ):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for method, path, reader, act in api.routes():
+        app.add_route(path, _endpoint(reader, act), methods=[method])
     if batches:
+        batches.others = api.names
         routers = [batch_router(batches.store, batches, max_upload), *routers]
     for router in routers:
         app.include_router(router)
-    for kind, handler in (
-        (BadRequest, _bad_request),
-        (HTTPException, _http_error),
-        (RequestValidationError, _invalid),
-        (ClientDisconnect, _left),
-        (Exception, _broken),
-    ):
+    for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(Heads)
-    app.add_middleware(BodyLimit, most=max_body, more={"/v1/files": max_upload}, patience=patience)
-    if names is not None:
-        app.add_middleware(OwnPages, names=names, origins=origins)
-    if api_key:
-        app.add_middleware(KeyGate, key=api_key)
-    if origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    else:
-        app.add_middleware(NoPreflights)
+    app.add_middleware(BodyLimit, limits={"/v1/files": max_upload, "": max_body}, patience=patience)
+    _guard(app, api_key, names, origins)
     if say:
         app.add_middleware(RequestLog, say=say)
     return app
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00052-1
-async def _bad_request(request: Request, e: Any) -> Response:
-    request.scope["said"] = logged(e)
-    return error_response(e)
-
-
-async def _http_error(request: Request, e: Any) -> Response:
-    """404 and 405 of the framework, and whatever else it or a router raises, as the API's error
-    object."""
-    allow = (e.headers or {}).get("Allow")
-    if e.status_code in (404, 405) and e.detail in ("Not Found", "Method Not Allowed"):
-        wrong = not_here(request.scope, allow if e.status_code == 405 else None)
-    else:
-        wrong = BadRequest(
-            str(e.detail),
-            {408: "timeout", 413: "request_too_large"}.get(e.status_code, "invalid_request"),
-        )
-    request.scope["said"], response = logged(wrong), error_response(wrong)
-    if wrong.code == "invalid_request":
-        response.status_code = e.status_code
-    for k, v in (e.headers or {}).items():
-        response.headers[k] = v
-    return response
-
-
-async def _invalid(request: Request, e: Any) -> Response:
-    "A router's own check of its arguments."
-    first = e.errors()[0]
-    where = str(first["loc"][-1]) if first.get("loc") else None
-    return await _bad_request(request, BadRequest(f"{where}: {first['msg']}", param=where))
-
-
-async def _left(request: Request, e: Any) -> Response:
-    "The client left while it was sending; nobody reads this."
-    request.scope["said"] = "the client left"
-    return Response(status_code=400)
-
-
-async def _broken(request: Request, e: Any) -> Response:
-    return error_response(
-        BadRequest("the server failed to answer this request: its log says why", "server_error")
-    )
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073
 ACCEPTS = 16  # asyncio tries as many times to accept when file descriptors run out, and logs each
@@ -1205,29 +1020,23 @@ def room_for() -> int:
         import resource
     except ImportError:
         return 1000
-    soft, hard = (
-        2**14 if x == resource.RLIM_INFINITY else x
-        for x in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    most = min(hard, 2**14)
-    if soft < most:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-            )
-            soft = most
-    return max(1, (min(soft, most) - len(os.listdir("/dev/fd")) - SPARE) * 3 // 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    known = lambda n: 2**14 if n == resource.RLIM_INFINITY else min(n, 2**14)
+    most = known(hard)
+    if known(soft) < most:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        except (ValueError, OSError):
+            most = known(soft)
+    return max(1, (most - len(os.listdir("/dev/fd")) - SPARE) * 3 // 4)
 
 
 async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
-    "An ASGI application for whom there is no room."
-    response = error_response(
-        BadRequest(
-            "the server has as many connections as it can hold: try again later", "unavailable"
-        )
-    )
-    response.headers.update({"Connection": "close", "Retry-After": "1"})
-    await respond(response, scope, send)
+    "An ASGI application that answers where there is no room for the connection."
+    why = "the server has as many connections as it can hold: try again later"
+    response = error_response(BadRequest(why, "unavailable"), close=True)
+    response.headers["Retry-After"] = "1"
+    await response(scope, receive, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-1
 def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
@@ -1237,22 +1046,16 @@ def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadReque
         return BadRequest(
             "this port speaks plain HTTP, and this is TLS: use http:// in place of https://"
         )
-    if getattr(error, "error_status_hint", 0) == 431:
-        if b"\n" in rest:
-            return BadRequest(
-                "the headers are too long: send less than 64 KiB", "headers_too_large"
-            )
-        return BadRequest(
-            "the URL is too long: send less than 64 KiB, and data in the body", "uri_too_long"
-        )
-    why = {
-        "Missing mandatory Host: header": "it has no Host header",
-        "Found multiple Host: headers": "it has more than one Host header",
-    }
-    return BadRequest(f"this is not HTTP as it should be: {why.get(str(error), error)}")
+    if getattr(error, "error_status_hint", 0) != 431:
+        return BadRequest(f"this is not HTTP as it should be: {error}")
+    if b"\n" in rest:
+        return BadRequest("the headers are too long: send less than 64 KiB", "headers_too_large")
+    return BadRequest(
+        "the URL is too long: send less than 64 KiB, and data in the body", "uri_too_long"
+    )
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-2
-class Connection(H11Protocol):
+class TimedConnection(H11Protocol):
     """uvicorn's connection, which may not stand still, and says what is wrong with the API's
     error object. uvicorn's `limit_concurrency` is how many there may be."""
 
@@ -1260,13 +1063,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        most, self.limit_concurrency, self.seen, self.since = (
-            self.limit_concurrency,
-            None,
-            None,
-            0.0,
-        )
-        self.first, self.ended = b"", False  # bytes that came; whether the client sends no more
+        self.seen, self.since, self.first = None, 0.0, b""  # the first bytes that came
+        most, self.limit_concurrency = self.limit_concurrency, None
         if most and len(self.connections) > most:
             self.app = crowded
         if most and len(self.connections) > most + most // 8 + 1:
@@ -1275,10 +1073,8 @@ class Connection(H11Protocol):
     def check(self, now: float, patience: float) -> None:
         """Called from time to time. Ends the connection if for `patience` seconds no request was
         under way or came, or 4 times as long nobody read."""
-        busy, unread = (
-            self.cycle is not None and not self.cycle.response_complete,
-            self.transport.get_write_buffer_size(),
-        )
+        busy = self.cycle is not None and not self.cycle.response_complete
+        unread = self.transport.get_write_buffer_size()
         seen = (self.cycle, busy, unread) if unread or not busy else None
         if seen != self.seen:
             self.seen, self.since = seen, now
@@ -1297,17 +1093,35 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         self.refuse(not_http(sys.exc_info()[1], self.first, self.conn.trailing_data[0]))
 
+    def refuse(self, e: BadRequest) -> None:
+        "Answer with `e`, unless an answer has begun, and close."
+        if self.cycle:
+            self.cycle.disconnected = True  # what comes of it is not sent any more
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = error_response(e, close=True)
+            status = HTTPStatus(response.status_code)
+            head = h11.Response(
+                status_code=status, headers=response.raw_headers, reason=status.phrase.encode()
+            )
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv0073c
+class Connection(TimedConnection):
+    "One whose client may send no more and still read."
+
+    ended = False  # whether the client sends no more
+
     def eof_received(self) -> bool | None:  # pyright: ignore[reportIncompatibleMethodOverride]    as asyncio has it
         """The client sends no more. It may have left, or have closed its own direction alone,
         and then it gets its answer: which of the two, only sending tells, and HTTP/1.1 has a
-        message for it before an answer begins. Later who sends no more has left."""
+        message for it before an answer begins. Later, who sends no more has left."""
         cycle = self.cycle
-        if (
-            cycle is None
-            or cycle.response_started
-            or cycle.more_body
-            or self.scope["http_version"] != "1.1"
-        ):
+        if cycle is None or cycle.response_started or cycle.more_body:
+            return None
+        if self.scope["http_version"] != "1.1":
             return None
         self.ended = True
         self.probe(0.02)
@@ -1316,37 +1130,15 @@ class Connection(H11Protocol):
     def probe(self, wait: float) -> None:
         """Tell the client that its request is worked on, until the answer begins: to one that
         has left, this ends the connection."""
-        if self.transport.is_closing() or self.cycle.response_started:
-            return
-        self.transport.write(
-            self.conn.send(
-                h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-            )
-            or b""
-        )
-        self.loop.call_later(wait, self.probe, min(1.0, 5 * wait))
+        if not self.transport.is_closing() and not self.cycle.response_started:
+            event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+            self.transport.write(self.conn.send(event) or b"")
+            self.loop.call_later(wait, self.probe, min(1.0, 5 * wait))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.ended and self.cycle.response_complete:
             self.transport.close()
-
-    def refuse(self, e: BadRequest) -> None:
-        "Answer with `e`, unless an answer has begun, and close."
-        if self.cycle:
-            self.cycle.disconnected = True  # what comes of it is not sent any more
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            response = error_response(e)
-            response.headers["Connection"] = "close"
-            head = h11.Response(
-                status_code=response.status_code,
-                headers=response.raw_headers,
-                reason=HTTPStatus(response.status_code).phrase.encode(),
-            )
-            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00061
 def listen(host: str, port: int) -> socket.socket:
@@ -1366,6 +1158,22 @@ def url_of(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+# %% ../../nbs/7_serve/49_server.ipynb #srv061cf
+def _config(app: FastAPI, drain: float, connections: int) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=math.ceil(drain) + 5,
+        server_header=False,
+        timeout_keep_alive=20,
+        limit_concurrency=connections,
+        backlog=ACCEPTS,
+    )
+
 # %% ../../nbs/7_serve/49_server.ipynb #srv00061-1
 class Server(uvicorn.Server):
     """Serves an app of `create_app`. The first SIGINT or SIGTERM stops it when all is answered,
@@ -1379,41 +1187,20 @@ class Server(uvicorn.Server):
         self,
         app: FastAPI,
         drain: float = 30,
-        ready: Callable[[], object] | None = None,
+        ready: Callable[[], object] = lambda: None,
         connections: int | None = None,
         patience: float = PATIENCE,
-        say: Callable[[str], object] | None = None,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=Connection,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=math.ceil(drain) + 5,
-                server_header=False,
-                timeout_keep_alive=20,
-                limit_concurrency=connections or room_for(),
-                backlog=ACCEPTS,
-            )
-        )
-        self.api, self.drain, self.ready, self.patience, self.say = (
-            app.state.api,
-            drain,
-            ready,
-            patience,
-            say,
-        )
-        self.batches: BatchRunner | None = app.state.batches
+        super().__init__(_config(app, drain, connections or room_for()))
+        self.api, self.batches = app.state.api, app.state.batches
+        self.drain, self.ready, self.patience, self.say = drain, ready, patience, say
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(2048)  # those that wait; `backlog` is how many are accepted at a time
-        if self.ready:
-            self.ready()
+        self.ready()
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # each second
@@ -1427,22 +1214,16 @@ class Server(uvicorn.Server):
         """Let what is under way end, but for the lines of batches, which stop now; what has not
         ended `drain` seconds later is told so."""
         self.api.draining = True
-        if self.say:
-            self.say(
-                f"stopping: {self.api.pending:,} answers under way have {self.drain:g} s to end"
-                if self.api.pending
-                else "stopping"
-            )
-        lines = (
-            asyncio.ensure_future(asyncio.to_thread(self.batches.stop)) if self.batches else None
-        )
+        left = f": {self.api.pending:,} answers under way have {self.drain:g} s to end"
+        self.say(f"stopping{left if self.api.pending else ''}")
+        lines = asyncio.to_thread(self.batches.stop) if self.batches else asyncio.sleep(0)
+        stopped = asyncio.ensure_future(lines)
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-            if lines:
-                await lines
+            await stopped
 
     def end_all(self) -> None:
         "Cancel all requests, so that each gets an error."
@@ -1450,22 +1231,10 @@ class Server(uvicorn.Server):
             asyncio.ensure_future(self.api.llm.abort(request_id))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        "What uvicorn calls at a signal; this one does not raise it again when the server has ended."
         if self.should_exit:
             self.force_exit = True
             logging.getLogger("uvicorn.error").setLevel(
                 logging.CRITICAL
             )  # of the tasks that end with it
         self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        "As uvicorn's, but the process is not ended by the signal a second time afterwards."
-        able = threading.current_thread() is threading.main_thread()
-        old = {
-            s: signal.signal(s, self.handle_exit) for s in (signal.SIGINT, signal.SIGTERM) if able
-        }
-        try:
-            yield
-        finally:
-            for s, h in old.items():
-                signal.signal(s, h)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['ENDED', 'Unreachable', 'BatchClient']
+__all__ = ['ENDED', 'Unreachable', 'Caller', 'FileClient', 'BatchClient']
 
 # %% ../../nbs/7_serve/client.ipynb #b20d5f88
 import json, os, sys, time
@@ -29,9 +29,8 @@ class Unreachable(JobError):
     "The server can't be reached."
 
 # %% ../../nbs/7_serve/client.ipynb #b2c6d8be-1
-class BatchClient:
-    """Talks to the server at `url` that has the Batch API, with `key` if it asks for one. All
-    raise `JobError`."""
+class Caller:
+    """Talks to the server at `url`, with `key` if it asks for one. All raise `JobError`."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         import httpx
@@ -50,10 +49,9 @@ class BatchClient:
         import httpx
 
         try:
-            answer = self.http.request(method, path, **more)
+            return self._checked(self.http.request(method, path, **more)).json()
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise self._unreachable(e) from e
-        return self._checked(answer).json()
 
     def _unreachable(self, e: Exception) -> Unreachable:
         return Unreachable(
@@ -74,6 +72,42 @@ class BatchClient:
             f"{' '.join(str(why).split()) or answer.reason_phrase}",
             1,
         )
+
+# %% ../../nbs/7_serve/client.ipynb #b2c6dsub
+class FileClient(Caller):
+    "Fetches files of the server's. All raise `JobError`."
+
+    def fetch(self, id: str, output: str | None, overwrite: bool = False) -> None:
+        """Write the content of file `id` to file `output`, whole or not at all, or to standard
+        output."""
+        import httpx
+
+        new = None if output in (None, "-") else Path(new_of(output))
+        if new and not overwrite and os.path.exists(str(output)):
+            raise JobError(f"{output} is already there: give another name or --overwrite")
+        try:
+            with self.http.stream("GET", f"/files/{id}/content") as answer:
+                if not answer.is_success:
+                    answer.read()
+                self._checked(answer)
+                with new.open("wb") if new else os.fdopen(os.dup(sys.stdout.fileno()), "wb") as f:
+                    for part in answer.iter_bytes():
+                        f.write(part)
+            if new:
+                os.replace(new, str(output))
+        except httpx.HTTPError as e:
+            raise self._unreachable(e) from e
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            raise JobError(f"can't write {output} ({e.strerror or e})", 1) from e
+        finally:
+            if new:
+                new.unlink(missing_ok=True)
+
+# %% ../../nbs/7_serve/client.ipynb #b2c6dwai
+class BatchClient(FileClient):
+    "A client of the Batch API. All raise `JobError`."
 
     def submit(
         self, path: str, endpoint: str | None = None, metadata: Any = None
@@ -115,34 +149,6 @@ class BatchClient:
                 time.sleep(pause)
             pause = min(5.0, pause * 1.3)
         return batch
-
-    def fetch(self, id: str, output: str | None, overwrite: bool = False) -> None:
-        """Write the content of file `id` to file `output`, whole or not at all, or to standard
-        output."""
-        import httpx
-
-        new = None if output in (None, "-") else Path(new_of(output))
-        if new and not overwrite and os.path.exists(str(output)):
-            raise JobError(f"{output} is already there: give another name or --overwrite")
-        try:
-            with self.http.stream("GET", f"/files/{id}/content") as answer:
-                if not answer.is_success:
-                    answer.read()
-                self._checked(answer)
-                with new.open("wb") if new else os.fdopen(os.dup(sys.stdout.fileno()), "wb") as f:
-                    for part in answer.iter_bytes():
-                        f.write(part)
-            if new:
-                os.replace(new, str(output))
-        except httpx.HTTPError as e:
-            raise self._unreachable(e) from e
-        except BrokenPipeError:
-            raise
-        except OSError as e:
-            raise JobError(f"can't write {output} ({e.strerror or e})", 1) from e
-        finally:
-            if new:
-                new.unlink(missing_ok=True)
 
 # %% ../../nbs/7_serve/client.ipynb #b28faf9a
 def endpoint_in(path: str | Path) -> str:

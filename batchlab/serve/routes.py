@@ -9,9 +9,10 @@ from __future__ import annotations
 __all__ = ['batch_router']
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a5
-import json, os, sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+import inspect, json, os, sqlite3
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ..errors import JobError
@@ -53,21 +54,21 @@ class Upload:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
             raise ApiError("expected a form (multipart/form-data) with the fields file and purpose")
-        names = "part_begin part_data header_field header_value header_end end".split()
-        calls: Any = {f"on_{k}": getattr(self, f"_{k}") for k in names}
+        calls: Any = dict(
+            on_part_begin=self._part_begin,
+            on_part_data=self._part_data,
+            on_header_field=partial(self._header, 0),
+            on_header_value=partial(self._header, 1),
+            on_header_end=self._header_end,
+            on_end=lambda: setattr(self, "whole", True),
+        )
         self.parser = MultipartParser(options[b"boundary"], calls)
 
     def _part_begin(self) -> None:
         self.name, self.header = "", [b"", b""]
 
-    def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self.header[0] += data[start:end]
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self.header[1] += data[start:end]
-
-    def _end(self) -> None:
-        self.whole = True
+    def _header(self, part: int, data: bytes, start: int, end: int) -> None:
+        self.header[part] += data[start:end]
 
     def _header_end(self) -> None:
         (key, value), self.header = self.header, [b"", b""]
@@ -105,14 +106,10 @@ class Upload:
             raise ApiError("the form has no file", param="file")
         if (purpose := text.get("purpose")) != "batch":
             raise ApiError(f"purpose must be 'batch', got {purpose!r:.40}", param="purpose")
-        expiry = {
-            k: text[f"expires_after[{k}]"]
-            for k in ("anchor", "seconds")
-            if f"expires_after[{k}]" in text
-        } or None
-        return self.new.keep(
-            text["file"] or "upload", purpose, check_expiry(expiry, "expires_after")
-        )
+        keys = {k: f"expires_after[{k}]" for k in ("anchor", "seconds")}
+        expiry = {k: text[name] for k, name in keys.items() if name in text} or None
+        expires = check_expiry(expiry, "expires_after")
+        return self.new.keep(text["file"] or "upload", purpose, expires)
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31
 def page_of(query: Any, most: int, default: int) -> dict[str, Any]:
@@ -151,85 +148,56 @@ async def drain(request: Request, most: int = 2**26) -> None:
                 return
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31-1
-class FileRoutes:
-    "The endpoints under /v1/files, for the files of a store. `max_file_bytes`: of an upload."
+def upload_route(store: FileStore, most: int) -> Callable[[Request], Any]:
+    "What takes an upload of at most `most` bytes for `store`."
 
-    def __init__(self, files: FileStore, max_file_bytes: int) -> None:
-        self.files, self.most = files, max_file_bytes
-
-    async def create(self, request: Request) -> Any:
-        with await run_in_threadpool(self.files.new) as new:
+    async def upload(request: Request) -> Any:
+        with await run_in_threadpool(store.new) as new:
             try:
                 size = request.headers.get("content-length", "0")
-                upload = Upload(new, request.headers.get("content-type", ""), self.most)
-                if size.isdecimal() and int(size[:15]) > self.most + 2**20:
-                    raise too_large(self.most)
+                form = Upload(new, request.headers.get("content-type", ""), most)
+                if size.isdecimal() and int(size[:15]) > most + 2**20:
+                    raise too_large(most)
                 async for chunk in request.stream():
-                    await run_in_threadpool(upload.feed, chunk)
-                return await run_in_threadpool(upload.finish)
+                    await run_in_threadpool(form.feed, chunk)
+                return await run_in_threadpool(form.finish)
             except (ApiError, OSError):
                 await drain(request)
                 raise
 
-    async def list(self, request: Request) -> Any:
-        q = request.query_params
-        return await run_in_threadpool(
-            lambda: self.files.page(
-                **page_of(q, 10_000, 10_000), order=q.get("order", "desc"), purpose=q.get("purpose")
-            )
-        )
+    return upload
 
-    async def get(self, request: Request) -> Any:
-        return await run_in_threadpool(self.files.get, request.path_params["file_id"])
 
-    async def delete(self, request: Request) -> Any:
-        return await run_in_threadpool(self.files.delete, request.path_params["file_id"])
+def content_of(store: FileStore, id: str) -> Response:
+    "The bytes of a file, as they are read. Raises `ApiError`."
+    f = store.open(id)
 
-    async def content(self, request: Request) -> Any:
-        f = await run_in_threadpool(self.files.open, request.path_params["file_id"])
+    def parts() -> Iterator[bytes]:
+        with f:
+            while part := f.read(2**18):
+                yield part
 
-        def parts() -> Iterator[bytes]:
-            with f:
-                while part := f.read(2**18):
-                    yield part
+    size = {"content-length": str(os.fstat(f.fileno()).st_size)}
+    return StreamingResponse(parts(), media_type="application/octet-stream", headers=size)
 
-        return StreamingResponse(
-            parts(),
-            media_type="application/octet-stream",
-            headers={"content-length": str(os.fstat(f.fileno()).st_size)},
-        )
 
-# %% ../../nbs/7_serve/routes.ipynb #b253db31-2
-class BatchRoutes:
-    "The endpoints under /v1/batches, for the batches of `runner`."
-
-    def __init__(self, runner: BatchRunner) -> None:
-        self.runner = runner
-
-    async def create(self, request: Request) -> Any:
-        return await run_in_threadpool(self.runner.create, await body_of(request))
-
-    async def cancel(self, request: Request) -> Any:
-        return await run_in_threadpool(self.runner.cancel, request.path_params["batch_id"])
-
-    async def get(self, request: Request) -> Any:
-        return await run_in_threadpool(
-            lambda: self.runner.show(self.runner.store.get(request.path_params["batch_id"]))
-        )
-
-    async def list(self, request: Request) -> Any:
-        page = await run_in_threadpool(
-            lambda: self.runner.store.table.page("batch", **page_of(request.query_params, 100, 20))
-        )
-        return page | dict(data=[*map(self.runner.show, page["data"])])
+def batches_of(runner: BatchRunner, query: Any) -> dict[str, Any]:
+    "A page of the list of batches. Raises `ApiError`."
+    page = runner.store.table.page("batch", **page_of(query, 100, 20))
+    return page | dict(data=[*map(runner.show, page["data"])])
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db33
-def answered(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+def answered(act: Callable[[Request], Any]) -> Callable[[Request], Any]:
     "`act`, whose errors are answers."
 
     async def endpoint(request: Request) -> Response:
         try:
-            answer = await act(request)
+            found = (
+                act(request)
+                if inspect.iscoroutinefunction(act)
+                else run_in_threadpool(act, request)
+            )
+            answer = await found
         except ApiError as e:
             error = e
         except BadRequest as e:
@@ -240,9 +208,8 @@ def answered(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Aw
             return Response(status_code=400)
         else:
             return answer if isinstance(answer, Response) else JSONResponse(answer)
-        return JSONResponse(
-            error.body, error.status, {"x-should-retry": "false"} if error.status == 409 else None
-        )  # OpenAI's client would
+        no_retry = {"x-should-retry": "false"} if error.status == 409 else None  # as OpenAI's does
+        return JSONResponse(error.body, error.status, no_retry)
 
     return endpoint
 
@@ -254,21 +221,27 @@ def batch_router(
     upload.
 
     What fails is answered with the API's error object."""
-    router, files, batches = (
-        APIRouter(),
-        FileRoutes(store.files, max_file_bytes),
-        BatchRoutes(runner),
-    )
+    router, files = APIRouter(), store.files
+    id = lambda r: r.path_params["id"]
+
+    def list_files(r: Request) -> Any:
+        q = r.query_params
+        page = page_of(q, 10_000, 10_000)
+        return files.page(**page, order=q.get("order", "desc"), purpose=q.get("purpose"))
+
+    async def new_batch(r: Request) -> Any:
+        return await run_in_threadpool(runner.create, await body_of(r))
+
     for method, path, act in [
-        ("POST", "/v1/files", files.create),
-        ("GET", "/v1/files", files.list),
-        ("GET", "/v1/files/{file_id}", files.get),
-        ("DELETE", "/v1/files/{file_id}", files.delete),
-        ("GET", "/v1/files/{file_id}/content", files.content),
-        ("POST", "/v1/batches", batches.create),
-        ("GET", "/v1/batches", batches.list),
-        ("GET", "/v1/batches/{batch_id}", batches.get),
-        ("POST", "/v1/batches/{batch_id}/cancel", batches.cancel),
+        ("POST", "/v1/files", upload_route(files, max_file_bytes)),
+        ("GET", "/v1/files", list_files),
+        ("GET", "/v1/files/{id}", lambda r: files.get(id(r))),
+        ("DELETE", "/v1/files/{id}", lambda r: files.delete(id(r))),
+        ("GET", "/v1/files/{id}/content", lambda r: content_of(files, id(r))),
+        ("POST", "/v1/batches", new_batch),
+        ("GET", "/v1/batches", lambda r: batches_of(runner, r.query_params)),
+        ("GET", "/v1/batches/{id}", lambda r: runner.show(runner.store.get(id(r)))),
+        ("POST", "/v1/batches/{id}/cancel", lambda r: runner.cancel(id(r))),
     ]:
-        router.add_api_route(path, answered(act), methods=[method], response_model=None)
+        router.add_route(path, answered(act), methods=[method])
     return router
