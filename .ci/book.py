@@ -1,24 +1,25 @@
-"""Which notebooks there are: chapters have a number in front (`11_scheduler`), pages of reference about a module have none."""
+"""What the scripts of this folder share: which notebooks there are, their cells, and files that are made from them.
 
-import re
+Chapters have a number in front (`11_scheduler`), pages of reference about a module have none."""
+
+import json, re, sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NBS = ROOT / "nbs"
+SKIPPED = re.compile(r"^#\|\s*(slow|cuda|eval: *false)|nbdev_export\(\)", re.M)
 
 
 def notebooks(folder: Path = NBS) -> list[Path]:
     "All notebooks under `folder`, by name."
-    inside = (
-        p
-        for p in folder.rglob("*.ipynb")
-        if not re.search(r"(^|/)[._]", p.relative_to(folder).as_posix())
-    )
+    hidden = lambda p: re.search(r"(^|/)[._]", p.relative_to(folder).as_posix())
+    inside = (p for p in folder.rglob("*.ipynb") if not hidden(p))
     return sorted(inside, key=lambda p: (p.stem, p.as_posix()))
 
 
 def is_chapter(path: Path) -> bool:
-    return re.match(r"\d\d", path.stem) is not None and path.parent.name != "modules"
+    return re.match(r"\d\d", path.stem) is not None
 
 
 def chapters(folder: Path = NBS) -> list[Path]:
@@ -40,3 +41,50 @@ def find(stem: str, folder: Path = NBS) -> Path:
     "The notebook called `stem`."
     [path] = [p for p in notebooks(folder) if p.stem == stem]
     return path
+
+
+def read(path: Path) -> dict:
+    "A notebook, the source of each of its cells as one string."
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    return nb | dict(cells=[c | dict(source="".join(c["source"])) for c in nb["cells"]])
+
+
+def cells(path: Path, kind: str = "") -> list[str]:
+    "Sources of the cells of a notebook, of all or of a `kind`."
+    return [c["source"] for c in read(path)["cells"] if kind in ("", c["cell_type"])]
+
+
+def shown(out: dict) -> Iterable[str]:
+    "Every text that the output of a cell shows."
+    for value in [out.get("text", ""), *out.get("data", {}).values(), *out.get("traceback", [])]:
+        yield "".join(value) if isinstance(value, list) else str(value)
+
+
+def text(nb: Mapping) -> str:
+    "A notebook as its file has it, the way that nbdev writes."
+    lines = [dict(c, source="".join(c["source"]).splitlines(True)) for c in nb["cells"]]
+    whole = dict(nb, cells=lines)
+    return json.dumps(whole, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+
+
+def write(path: Path, nb: Mapping) -> None:
+    path.write_text(text(nb), encoding="utf-8")
+
+
+def sync(wanted: Mapping[Path, str], check: bool) -> None:
+    "Bring files to the texts `wanted`. `check`: write nothing, and end with the names of those that differ."
+    differ = [
+        p for p, new in wanted.items() if not p.exists() or p.read_text(encoding="utf-8") != new
+    ]
+    if check and differ:
+        names = ", ".join(p.relative_to(ROOT).as_posix() for p in differ)
+        sys.exit(f"out of date: {names}; run .ci/{Path(sys.argv[0]).name}")
+    for p in differ:
+        p.write_text(wanted[p], encoding="utf-8")
+
+
+def flags(argv: list[str], doc: str | None, *known: str) -> set[str]:
+    "The arguments of a script that takes none but `known`; ends it with its description at another."
+    if {*argv} - {*known}:
+        sys.exit(doc)
+    return {*argv}

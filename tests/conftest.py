@@ -1,6 +1,7 @@
 "What several files of tests use."
 
 import contextlib, os, shutil, sys
+from pathlib import Path
 
 # Beside another worker of pytest-xdist, torch gets its share of the cores: two that each take all of them wait for each other.
 if others := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
@@ -8,6 +9,8 @@ if others := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
         os.environ.setdefault(name, str(max(1, (os.cpu_count() or 1) // others)))
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / ".ci"))  # what its scripts share
 
 
 @pytest.fixture
@@ -59,6 +62,20 @@ def compiled():
 
     with contextlib.suppress(CompileError):
         build(SOURCE)
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    "The compiled kernels."
+    from batchlab.errors import CompileError
+    from batchlab.fast.kernels import load_kernels
+    from batchlab.fast.native import find_compiler
+
+    try:
+        find_compiler()
+    except CompileError as e:
+        pytest.skip(str(e))
+    return load_kernels()
 
 
 def matrix_unit():

@@ -1,13 +1,84 @@
 "What several files of tests share."
 
-import contextlib, json, runpy, threading, time
+import contextlib, json, os, runpy, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-BOOK = runpy.run_path(
-    str(Path(__file__).resolve().parents[1] / ".ci/book.py")
-)  # which notebooks there are
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tool(name):
+    "What a script of `.ci` defines."
+    return SimpleNamespace(**runpy.run_path(str(ROOT / ".ci" / name), run_name=name))
+
+
+BOOK = vars(tool("book.py"))  # which notebooks there are
+
+
+def run(*command, cwd=None, timeout=300, **env):
+    "A finished process, with the variables `env` besides those of this one."
+    env = os.environ | env
+    return subprocess.run(
+        command, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True
+    )
+
+
+def python(code, *args, **how):
+    "A finished process that ran Python code; see `run`."
+    return run(sys.executable, "-c", code, *args, **how)
+
+
+def greedy(max_tokens, **more):
+    "Parameters of greedy sampling that no token ends."
+    from batchlab import SamplingParams
+
+    return SamplingParams(**dict(temperature=0, max_tokens=max_tokens, ignore_eos=True) | more)
+
+
+def ids(outs):
+    "The token ids of each answer."
+    return [list(o.outputs[0].token_ids) for o in outs]
+
+
+def oracle(model, prompts, max_tokens, eos_ids=()):
+    "The tokens that the generator without a cache gives for each prompt; `max_tokens`: for all, or for each its own."
+    from batchlab.basics.prefill import generate_naive
+
+    counts = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    return [generate_naive(model, p, n, eos_ids) for p, n in zip(prompts, counts)]
+
+
+def generated(model, prompt, max_tokens):
+    "The tokens of transformers' greedy `generate` for one prompt, alone; none ends it."
+    import torch
+
+    prompt = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        eos_token_id=model.config.get_text_config().vocab_size,
+        pad_token_id=0,
+    )
+    return out[0, prompt.shape[1] :].tolist()
+
+
+def in_threads(*jobs):
+    "What the jobs return, each in a thread of its own."
+    threads = ThreadPoolExecutor(len(jobs))
+    try:
+        return [f.result(120) for f in [threads.submit(job) for job in jobs]]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def texts(outs):
+    "The text of each answer."
+    return [o.outputs[0].text for o in outs]
 
 
 @contextlib.contextmanager

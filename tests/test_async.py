@@ -5,14 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers import same
+from helpers import greedy, ids, oracle, same
 
 from batchlab.api.aio import AsyncLLM
 from batchlab.errors import EngineError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
-from batchlab.basics.prefill import generate_naive
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
@@ -32,6 +31,19 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 120))
 
 
+def few(max_pending):
+    return AsyncLLM(tiny_model("llama"), max_pending=max_pending)
+
+
+async def until(f):
+    while not f():
+        await asyncio.sleep(0.001)
+
+
+async def each(outputs):
+    return [o async for o in outputs]
+
+
 async def last(outputs):
     async for o in outputs:
         pass
@@ -39,20 +51,13 @@ async def last(outputs):
 
 
 async def idle(llm):
-    while llm.llm.has_unfinished:
-        await asyncio.sleep(0.001)
+    await until(lambda: not llm.llm.has_unfinished)
 
 
 def nothing_left(llm):
     s = llm.stats()
-    return (
-        s.running,
-        s.waiting,
-        s.slots_in_use,
-        llm.answers,
-        llm.llm.groups,
-        llm.llm.thread is None,
-    ) == (0, 0, 0, {}, {}, False)
+    held = s.running, s.waiting, s.slots_in_use, llm.answers, llm.llm.groups
+    return not any(held) and llm.llm.thread is not None
 
 
 def test_same_as_alone(llm):
@@ -62,48 +67,35 @@ def test_same_as_alone(llm):
     async def all_of():
         return await asyncio.gather(*(last(llm.generate(p, params)) for p in prompts))
 
-    for p, o in zip(prompts, run(all_of())):
-        assert o.outputs[0].token_ids == generate_naive(llm.llm.model, p, 12)
-        assert o.finished and o.prompt_token_ids == p
+    outs = run(all_of())
+    assert ids(outs) == oracle(llm.llm.model, prompts, 12, None)
+    assert [(o.finished, o.prompt_token_ids) for o in outs] == [(True, p) for p in prompts]
 
 
 def test_growing_outputs_have_the_prompt_and_the_sum(llm):
-    async def read():
-        return [
-            o
-            async for o in llm.generate(
-                "a b", dict(temperature=0, max_tokens=4, logprobs=0), lora_request=None
-            )
-        ]
-
-    outs = run(read())
-    assert {o.prompt for o in outs} == {"a b"} and all(
-        o.prompt_token_ids == outs[-1].prompt_token_ids for o in outs
-    )
-    for o in outs:
-        assert o.outputs[0].cumulative_logprob == pytest.approx(
-            sum(d[t].logprob for t, d in zip(o.outputs[0].token_ids, o.outputs[0].logprobs))
-        )
+    params = dict(temperature=0, max_tokens=4, logprobs=0)
+    outs = run(each(llm.generate("a b", params, lora_request=None)))
+    assert {o.prompt for o in outs} == {"a b"}
+    assert len({tuple(o.prompt_token_ids) for o in outs}) == 1
+    for c in (o.outputs[0] for o in outs):
+        total = sum(d[t].logprob for t, d in zip(c.token_ids, c.logprobs))
+        assert c.cumulative_logprob == pytest.approx(total)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_hundred_tasks_a_third_cancelled(llm, seed):
     rand = random.Random(seed)
     prompts = [[rand.randrange(5, 250) for _ in range(rand.randint(1, 90))] for _ in range(100)]
-    params = [
-        SamplingParams(temperature=0, max_tokens=rand.randint(1, 40), ignore_eos=True)
-        for _ in prompts
-    ]
-    expected = [o.outputs[0].token_ids for o in llm.llm.generate(prompts, params, use_tqdm=False)]
+    params = [greedy(rand.randint(1, 40)) for _ in prompts]
+    expected = ids(llm.llm.generate(prompts, params, use_tqdm=False))
     doomed = set(rand.sample(range(100), 33))
     before = sum(llm.stats().requests.values())
 
     async def task(i):
         "Its tokens; if it is `doomed`, it is cancelled before it begins, after some turns of the loop, or after some tokens."
         if i in doomed and (n := rand.randint(0, 3)):
-            asyncio.get_running_loop().call_later(
-                rand.random() * 0.05 * n, asyncio.current_task().cancel
-            )
+            wait, loop = rand.random() * 0.05 * n, asyncio.get_running_loop()
+            loop.call_later(wait, asyncio.current_task().cancel)
         read, stop = [], rand.randint(1, 20)
         async for o in llm.generate(prompts[i], params[i]):
             assert o.outputs[0].token_ids[: len(read)] == read
@@ -144,9 +136,9 @@ def test_the_loop_ends_in_the_middle(llm):
     async def after():
         await idle(llm)
         assert nothing_left(llm)
-        return await last(llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=9)))
+        return await last(llm.generate([5, 6], greedy(9)))
 
-    assert run(after()).outputs[0].token_ids == generate_naive(llm.llm.model, [5, 6], 9)
+    assert ids([run(after())]) == oracle(llm.llm.model, [[5, 6]], 9)
     assert "error" not in llm.stats().requests
 
 
@@ -163,11 +155,9 @@ def test_cancelled_while_its_prompt_is_tokenised(llm):
 
     async def cancelled():
         task = asyncio.create_task(last(llm.generate([7], LONG)))
-        behind = asyncio.create_task(
-            last(llm.generate([8], LONG))
-        )  # waits for the queuer, and is never queued
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        # waits for the queuer, and is never queued
+        behind = asyncio.create_task(last(llm.generate([8], LONG)))
+        await until(begun.is_set)
         task.cancel(), behind.cancel()
         gone = await asyncio.gather(task, behind, return_exceptions=True)
         assert [type(x) for x in gone] == [asyncio.CancelledError] * 2
@@ -185,20 +175,17 @@ def test_abort(llm):
         outputs = llm.generate([7, 8], LONG, request_id="mine")
         first = await anext(outputs)
         assert await llm.abort("mine") and not await llm.abort("yours")
-        rest = [o async for o in outputs]
-        assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "cancelled"
-        ids = first.outputs[0].token_ids
-        assert (
-            rest[-1].outputs[0].token_ids[: len(ids)] == ids
-            and len(rest[-1].outputs[0].token_ids) < 400
-        )
+        *_, rest = await each(outputs)
+        assert rest.finished and rest.outputs[0].finish_reason == "cancelled"
+        begun, whole = ids([first, rest])
+        assert whole[: len(begun)] == begun and len(whole) < 400
         assert not await llm.abort("mine")
 
     run(aborted())
 
 
 def test_abort_before_its_turn():
-    llm = AsyncLLM(tiny_model("llama"), max_pending=1)
+    llm = few(1)
 
     async def aborted():
         first = llm.generate([5], LONG)
@@ -216,64 +203,43 @@ def test_abort_before_its_turn():
 
 def test_a_slow_reader_gets_all_in_few_outputs(llm):
     async def slow():
-        outputs = llm.generate(
-            [7, 8], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        )
+        outputs = llm.generate([7, 8], greedy(60))
         first = await anext(outputs)
-        while llm.llm.has_unfinished:
-            await asyncio.sleep(0.01)
-        return [first, *[o async for o in outputs]]
+        await idle(llm)
+        return [first, *await each(outputs)]
 
     outs = run(slow())
-    assert len(outs) <= 3 and len(outs[-1].outputs[0].token_ids) == 60 and outs[-1].finished
+    assert len(outs) <= 3 and len(ids(outs)[-1]) == 60 and outs[-1].finished
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_log_probabilities_grow_with_the_answer(llm, n):
     params = SamplingParams(n=n, seed=4, max_tokens=20, logprobs=2, ignore_eos=True)
 
-    async def grown():
-        return [o async for o in llm.generate([7, 8], params)]
-
-    *outs, whole = run(grown())
+    *outs, whole = run(each(llm.generate([7, 8], params)))
     assert outs
-    for o in outs:
-        for a in o.outputs:
-            final, k = whole.outputs[a.index], len(a.token_ids)
-            assert (
-                len(a.logprobs) == k
-                and a.logprobs == final.logprobs[:k]
-                and a.token_ids == final.token_ids[:k]
-            )
-            assert a.cumulative_logprob == sum(
-                l[t].logprob for l, t in zip(final.logprobs[:k], final.token_ids)
-            )
+    for a in (a for o in outs for a in o.outputs):
+        final, k = whole.outputs[a.index], len(a.token_ids)
+        assert (a.token_ids, a.logprobs) == (final.token_ids[:k], final.logprobs[:k])
+        told = [l[t].logprob for l, t in zip(a.logprobs, final.token_ids)]
+        assert len(told) == k and a.cumulative_logprob == sum(told)
     alone = llm.llm.generate([7, 8], params, use_tqdm=False)[0]
     sums = [o.outputs[0].cumulative_logprob for o in (whole, alone)]
     assert same(*sums, llm.llm.backend)
-
-    async def plain():
-        return [o async for o in llm.generate([7, 8], SamplingParams(max_tokens=4))]
-
-    assert {
-        a.logprobs is a.cumulative_logprob is None for o in run(plain()) for a in o.outputs
-    } == {True}
+    plain = run(each(llm.generate([7, 8], SamplingParams(max_tokens=4))))
+    assert all(a.logprobs is a.cumulative_logprob is None for o in plain for a in o.outputs)
 
 
 def test_events_of_a_slow_reader_are_one_with_all_log_probabilities(llm):
     async def slow():
-        outputs = llm.generate(
-            [7, 8], SamplingParams(temperature=0, max_tokens=60, logprobs=1, ignore_eos=True)
-        )
+        outputs = llm.generate([7, 8], greedy(60, logprobs=1))
         first = await anext(outputs)
-        while len(llm.answers[first.request_id].parts[0].token_ids) < 30:
-            await asyncio.sleep(0.001)
-        return [first, *[o async for o in outputs]]
+        await until(lambda: len(llm.answers[first.request_id].parts[0].token_ids) >= 30)
+        return [first, *await each(outputs)]
 
-    outs = run(slow())
-    for o in outs:
-        assert o.outputs[0].logprobs == outs[-1].outputs[0].logprobs[: len(o.outputs[0].token_ids)]
-    assert len(outs[-1].outputs[0].logprobs) == 60
+    parts = [o.outputs[0] for o in run(slow())]
+    whole = parts[-1].logprobs
+    assert len(whole) == 60 and all(c.logprobs == whole[: len(c.token_ids)] for c in parts)
 
 
 def test_wrong_calls_raise_where_they_are_awaited(llm):
@@ -297,53 +263,44 @@ def test_wrong_calls_raise_where_they_are_awaited(llm):
 def test_weights_are_read_anew():
     "A change that no call can notice, written past torch: what was kept of the old weights goes, and nobody's answer with it."
     own = AsyncLLM(LLM(tiny_model("llama", seed=5), compile=False))
-    model, p = own.llm.model, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    model, prompt = own.llm.model, [5, 6, 7] * 9
 
     async def change():
         async with own:
-            before = (await last(own.generate([5, 6, 7] * 9, p))).outputs[0].token_ids
+            before = await last(own.generate(prompt, greedy(6)))
             task = asyncio.create_task(last(own.generate([7], LONG)))
-            while not own.llm.groups:
-                await asyncio.sleep(0.001)
+            await until(lambda: own.llm.groups)
             with pytest.raises(EngineError, match="under way"):
                 await own.reload_weights()
             task.cancel()
-            while own.llm.groups:
-                await asyncio.sleep(0.001)
+            await until(lambda: not own.llm.groups)
             model.get_input_embeddings().weight.data.mul_(-1)
             await own.reload_weights()
-            after = (await last(own.generate([5, 6, 7] * 9, p))).outputs[0].token_ids
-        return before, after
+            return before, await last(own.generate(prompt, greedy(6)))
 
-    before, after = run(change())
-    assert after == generate_naive(model, [5, 6, 7] * 9, 6, ()) != before
+    before, after = ids(run(change()))
+    assert [after] == oracle(model, [prompt], 6) and after != before
 
 
 def test_shutdown_ends_those_who_read(llm):
     async def shut():
         task = asyncio.create_task(last(llm.generate([7], LONG)))
-        while not llm.llm.groups:
-            await asyncio.sleep(0.001)
+        await until(lambda: llm.llm.groups)
         await llm.shutdown()
         assert (await task).outputs[0].finish_reason == "cancelled"
         assert llm.llm.thread is None
-        assert (
-            await last(llm.generate([7], SamplingParams(max_tokens=2, ignore_eos=True)))
-        ).outputs[0].finish_reason == "length"
+        again = await last(llm.generate([7], greedy(2)))
+        assert again.outputs[0].finish_reason == "length"
 
     run(shut())
 
 
 def test_a_loop_in_each_of_two_threads(llm):
     "One after the other is promised; this shows that the places of two loops do not get in each other's way."
-    params = SamplingParams(temperature=0, max_tokens=6)
-
-    def once(n):
-        return asyncio.run(last(llm.generate([n] * n, params))).outputs[0].token_ids
-
+    prompts = [[n] * n for n in range(5, 25)]
+    once = lambda p: asyncio.run(last(llm.generate(p, greedy(6))))
     with ThreadPoolExecutor(1) as pool:
-        got = list(pool.map(once, range(5, 25)))
-    assert got == [generate_naive(llm.llm.model, [n] * n, 6) for n in range(5, 25)]
+        assert ids(pool.map(once, prompts)) == oracle(llm.llm.model, prompts, 6)
 
 
 def test_an_llm_of_ones_own_is_taken_as_it_is():
@@ -353,7 +310,7 @@ def test_an_llm_of_ones_own_is_taken_as_it_is():
 
 @pytest.mark.parametrize("max_pending", [1, 8])
 def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
-    llm = AsyncLLM(tiny_model("llama"), max_pending=max_pending)
+    llm = few(max_pending)
     real = llm.llm._groups
 
     def slow(*args):
@@ -365,8 +322,7 @@ def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
     async def shut():
         async with llm:
             tasks = [asyncio.create_task(last(llm.generate([7 + i], LONG))) for i in range(5)]
-            while not llm.llm.groups:
-                await asyncio.sleep(0.001)
+            await until(lambda: llm.llm.groups)
         outs = await asyncio.gather(*tasks)
         assert {o.outputs[0].finish_reason for o in outs} == {"cancelled"}
         assert llm.llm.thread is None and not llm.llm.groups and not llm.answers
@@ -375,41 +331,32 @@ def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
 
 
 def test_answers_that_nobody_reads_leave_room_for_others():
-    llm = AsyncLLM(tiny_model("llama"), max_pending=2)
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm = few(2)
 
     async def held():
-        outputs = [llm.generate([5 + i], params) for i in range(6)]
+        outputs = [llm.generate([5 + i], greedy(3)) for i in range(6)]
         firsts = [await anext(o) for o in outputs]  # one after the other, none read to its end
-        return firsts, [
-            await last(o) if not first.finished else first for o, first in zip(outputs, firsts)
-        ]
+        return [first if first.finished else await last(o) for o, first in zip(outputs, firsts)]
 
-    firsts, lasts = run(held())
-    assert [len(o.outputs[0].token_ids) for o in lasts] == [3] * 6
+    assert [len(tokens) for tokens in ids(run(held()))] == [3] * 6
     llm.llm.close()
 
 
 def test_two_share_one_engine():
     own = LLM(tiny_model("llama"))
-    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
     async def both():
         a, b = AsyncLLM(own), AsyncLLM(own)
-        return await asyncio.gather(
-            *(last(x.generate([5 + i], params)) for i in range(6) for x in (a, b))
-        )
+        asked = [x.generate([5 + i], greedy(9)) for x in (a, b) for i in range(6)]
+        return await asyncio.gather(*map(last, asked))
 
     outs = run(both())
-    assert [o.outputs[0].token_ids for o in outs[::2]] == [
-        o.outputs[0].token_ids for o in outs[1::2]
-    ]
-    assert len({o.request_id for o in outs}) == 12
+    assert ids(outs[:6]) == ids(outs[6:]) and len({o.request_id for o in outs}) == 12
     own.close()
 
 
 def test_a_timeout_counts_from_the_call():
-    llm = AsyncLLM(tiny_model("llama"), max_pending=1)
+    llm = few(1)
 
     async def late():
         first = llm.generate([5], LONG)
@@ -425,13 +372,12 @@ def test_a_timeout_counts_from_the_call():
 
 
 def test_loops_that_are_closed_are_let_go():
-    llm, loops = AsyncLLM(tiny_model("llama"), max_pending=1), []
+    llm, loops = few(1), []
 
     async def some():
         loops.append(weakref.ref(asyncio.get_running_loop()))
-        await asyncio.gather(
-            *(last(llm.generate([5 + i], SamplingParams(max_tokens=2))) for i in range(3))
-        )
+        asked = [llm.generate([5 + i], SamplingParams(max_tokens=2)) for i in range(3)]
+        await asyncio.gather(*map(last, asked))
 
     for _ in range(3):
         run(some())
@@ -443,18 +389,14 @@ def test_loops_that_are_closed_are_let_go():
 def test_only_the_last_output_is_made_if_no_other_is_wanted(llm):
     params = SamplingParams(n=2, seed=4, max_tokens=20, ignore_eos=True)
 
-    async def read(grow):
-        return [o async for o in llm.generate([7, 8], params, grow=grow)]
-
-    [one], many = run(read(False)), run(read(True))
-    assert one.finished and [c.token_ids for c in one.outputs] == [
-        c.token_ids for c in many[-1].outputs
-    ]
+    read = lambda grow: run(each(llm.generate([7, 8], params, grow=grow)))
+    [one], [*_, whole] = read(False), read(True)
+    tokens = lambda o: [c.token_ids for c in o.outputs]
+    assert one.finished and tokens(one) == tokens(whole)
 
 
 def test_the_loop_is_woken_once_a_step(llm):
     "Not once for each event: here 4 requests get one in each step."
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
     async def count():
         loop, calls = asyncio.get_running_loop(), []
@@ -466,7 +408,7 @@ def test_the_loop_is_woken_once_a_step(llm):
             return real(f, *args, **kw)
 
         loop.call_soon_threadsafe = counted
-        await asyncio.gather(*(last(llm.generate([5 + i], params)) for i in range(4)))
+        await asyncio.gather(*(last(llm.generate([5 + i], greedy(30))) for i in range(4)))
         return len(calls)
 
     before = llm.stats().steps

@@ -1,17 +1,19 @@
 "The benchmark from outside: contenders in processes of their own, without batchlab, ended early, or not there at all."
 
-import json, os, subprocess, sys, time
+import contextlib, json, os, subprocess, sys
+from dataclasses import replace
 
 import psutil, pytest
 
-from batchlab import SamplingParams, bench
+from batchlab import bench
 from batchlab.bench import peers, profiling, shapes
 from batchlab.errors import Unavailable
 from batchlab.api import LLM
 from batchlab.models import load_model, tiny_model
 from batchlab.basics.prefill import generate_naive
+from helpers import greedy, ids, run, until
 
-TINY = ["--dtype", "fp32", "--device", "cpu", "--scale", ".03", "--threads", "1", "--rounds", "1"]
+TINY = "--dtype fp32 --device cpu --scale .03 --threads 1 --rounds 1".split()
 
 
 @pytest.fixture(scope="module")
@@ -22,44 +24,27 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def run(*args, **kwargs):
+def command(model, workloads, *more, **env):
     "The command in a process of its own: status, standard output, standard error."
-    r = subprocess.run(
-        [sys.executable, "-m", "batchlab.bench", *args],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **kwargs,
-    )
+    args = [*TINY, "--model", model, "--workloads", *workloads.split(), *more]
+    r = run(sys.executable, "-m", "batchlab.bench", *args, **env)
     return r.returncode, r.stdout, r.stderr
 
 
+def gone(*processes):
+    until(lambda: not any(map(bench.alive, processes)), 30)
+
+
 def test_one_run_compares_and_says_who_is_missing(folder, tmp_path):
-    status, out, err = run(
-        "--model",
-        folder,
-        *TINY,
-        "--workloads",
-        "uniform",
-        "prefix",
-        "--contenders",
-        "batchlab",
-        "hf-static",
-        "vllm",
-        "--peer",
-        "vllm=/nowhere/python",
-        "--json",
-        str(tmp_path / "r.json"),
-        "--svg",
-        str(tmp_path / "r.svg"),
-    )
+    who = "--contenders batchlab hf-static vllm --peer vllm=/nowhere/python".split()
+    files = ["--json", str(tmp_path / "r.json"), "--svg", str(tmp_path / "r.svg")]
+    status, out, err = command(folder, "uniform prefix", *who, *files)
     assert status == 0, err
     report = json.loads((tmp_path / "r.json").read_text())
     assert [r["contender"] for r in report["results"]] == ["batchlab", "hf-static"]
     assert all(w["same_tokens"] == 1 for r in report["results"] for w in r["workloads"].values())
-    assert (
-        len(report["left_out"]) == 1 and report["left_out"][0] in out and "/nowhere/python" in out
-    )
+    [left_out] = report["left_out"]
+    assert left_out in out and "/nowhere/python" in left_out
     assert report["machine"]["threads"] == 1 and report["command"][:2] == ["batchlab", "bench"]
     assert (tmp_path / "r.svg").read_text().startswith("<svg")
 
@@ -91,91 +76,68 @@ def start_family(**settings):
     return dict(child=lambda: child.pid)
 
 
-def test_no_process_outlives_its_worker():
-    with bench.PeerProcess(bench.worker_text(start_family), {}) as worker:
-        child = psutil.Process(worker.ask("child")["result"])
-    assert not bench.alive(child)
-
-
-def test_a_worker_that_is_interrupted_is_ended():
-    with pytest.raises(KeyboardInterrupt):
-        with bench.PeerProcess(bench.worker_text(start_family), {}) as worker:
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_no_process_outlives_its_worker(error):
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        with bench.started(bench.worker_text(start_family), {}) as worker:
             child = psutil.Process(worker.ask("child")["result"])
-            raise KeyboardInterrupt
+            if error:
+                raise error
     assert worker.process.returncode is not None and not bench.alive(child)
 
 
 def test_killed_command_leaves_no_contender(folder):
     # transformers' continuous batching has a thread that would keep its process alive.
-    command = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "batchlab.bench",
-            "--model",
-            folder,
-            *TINY[:-2],
-            "--rounds",
-            "100000",
-            "--patience",
-            "600",
-            "--contenders",
-            "hf-cb",
-            "--workloads",
-            "single",
-        ],
+    args = "--rounds 100000 --patience 600 --contenders hf-cb --workloads single --model".split()
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "batchlab.bench", *TINY, *args, folder],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
-    while "round" not in command.stderr.readline():
-        assert command.poll() is None
-    children = psutil.Process(command.pid).children(recursive=True)
-    command.kill()
-    command.wait()
-    command.stderr.close()
-    end = time.monotonic() + 30
-    while any(map(bench.alive, children)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert children and not any(map(bench.alive, children))
+    while "round" not in killed.stderr.readline():
+        assert killed.poll() is None
+    children = psutil.Process(killed.pid).children(recursive=True)
+    killed.kill()
+    killed.communicate()
+    assert children
+    gone(*children)
+
+
+def test_busy_process_ends_with_a_killed_command():
+    code = "from batchlab.bench import busy_core; import time\nwith busy_core() as spin: print(spin.pid, flush=True); time.sleep(600)"
+    killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    spin = psutil.Process(int(killed.stdout.readline()))
+    killed.kill()
+    killed.communicate()
+    gone(spin)
 
 
 def test_profile_leaves_everything_as_it_was():
     from batchlab.core.attention import PackedStep
 
-    model = tiny_model("llama", max_position_embeddings=2048)
-    llm, before = LLM(model), PackedStep.attention
+    llm, before = LLM(tiny_model("llama", max_position_embeddings=2048)), PackedStep.attention
     parts, steps = profiling.profile(llm, bench.workload("mixed", 0, (3, 259), 0.05))
     assert PackedStep.attention is before and steps > 0 and all(t > 0 for t in parts.values())
-    for e in llm.engines.values():
-        assert "sample" not in vars(e)
 
 
 @pytest.mark.parametrize(
     "args, said",
     [
-        (["--contenders", "llm"], "contender 'llm' is unknown"),
-        (["--peer", "vllm"], "must be NAME=PYTHON"),
-        (["--contenders", "openvino", "--peer", "openvino=/nowhere"], "nobody could be measured"),
-        (["--shape", "llama-1b"], "not allowed with"),
+        ("--contenders llm", "contender 'llm' is unknown"),
+        ("--peer vllm", "must be NAME=PYTHON"),
+        ("--contenders openvino --peer openvino=/nowhere", "nobody could be measured"),
+        ("--shape llama-1b", "not allowed with"),
     ],
 )
 def test_mistakes_get_one_line(folder, args, said):
-    status, _, err = run("--model", folder, *TINY, "--workloads", "single", *args)
+    status, _, err = command(folder, "single", *args.split())
     assert status == 2 and said in err.splitlines()[-1] and "Traceback" not in err
 
 
-def test_busy_process_ends_with_a_killed_command():
-    code = "from batchlab.bench import busy_core; import time\nwith busy_core() as spin: print(spin.pid, flush=True); time.sleep(600)"
-    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    spin = psutil.Process(int(command.stdout.readline()))
-    command.kill()
-    command.wait()
-    command.stdout.close()
-    end = time.monotonic() + 30
-    while bench.alive(spin) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not bench.alive(spin)
+def test_unknown_shape_names_those_there_are():
+    with pytest.raises(ValueError, match="'qwen3-9b'.*'llama-1b'"):
+        shapes.shape_folder("qwen3-9b")
 
 
 def test_what_a_contender_did_before_it_died_is_reported():
@@ -190,12 +152,8 @@ def test_what_a_contender_did_before_it_died_is_reported():
                 raise Unavailable("its process ended")
             return dict(seconds=0.5, result=[[7] * n for n in max_tokens])
 
-    setup = bench.Setup(
-        bench.parser().parse_args(
-            ["--workloads", "single", "uniform", "--rounds", "1", "--scale", ".1"]
-        ),
-        dict(vocab=(3, 259)),
-    )
+    args = "--workloads single uniform --rounds 1 --scale .1".split()
+    setup = bench.Setup(bench.parser().parse_args(args), dict(vocab=(3, 259)))
     died, whole = bench.Result("hf-cb", "died", 1.0), bench.Result("batchlab", "whole", 1.0)
     with pytest.raises(Unavailable):
         bench.measure(Dying(), died, setup)
@@ -203,85 +161,39 @@ def test_what_a_contender_did_before_it_died_is_reported():
     whole.rounds = dict(died.rounds, uniform=[(0.25, died.rounds["single"][0][1])])
     report = bench.as_report([whole, died])
     assert [list(r["workloads"]) for r in report["results"]] == [["single", "uniform"], ["single"]]
-    assert (
-        "| died |" in bench.speed_table(report)
-        and "died" in bench.detail_table(report)
-        and "died" in bench.bars(report).svg
-    )
+    assert "| died |" in bench.speed_table(report)
+    assert "died" in bench.detail_table(report) and "died" in bench.bars(report).svg
 
 
-@pytest.fixture
-def small_shape(tmp_path, monkeypatch):
-    "A cache folder of its own, and a shape 'small' that takes no time."
+def test_a_shape_is_made_once_and_every_way_of_loading_gives_its_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("BATCHLAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(
-        shapes.SHAPES,
-        "small",
-        shapes.SHAPES["gemma3-270m"]
-        | dict(
-            num_hidden_layers=6,
-            layer_types=shapes.SHAPES["gemma3-270m"]["layer_types"][:6],
-            hidden_size=64,
-            intermediate_size=96,
-            vocab_size=300,
-        ),
-    )
-    return tmp_path / "cache/bench-shapes"
-
-
-def test_a_shape_is_made_once_and_every_way_of_loading_gives_its_weights(small_shape):
-    (small_shape / "small-fp32-s0.tmp-killed").mkdir(parents=True)
+    made, gemma = tmp_path / "cache/bench-shapes", shapes.SHAPES["gemma3-270m"]
+    sizes = dict(num_hidden_layers=6, hidden_size=64, intermediate_size=96, vocab_size=300)
+    small = gemma | sizes | dict(layer_types=gemma["layer_types"][:6])
+    monkeypatch.setitem(shapes.SHAPES, "small", small)
+    (made / "small-fp32-s0.tmp-killed").mkdir(parents=True)
     folder = shapes.shape_folder("small", "fp32")
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert (
-        shapes.shape_folder("small", "fp32") == folder
-        and (folder / "model.safetensors").stat().st_mtime_ns == written
-    )
-    assert sorted(p.name for p in small_shape.iterdir()) == ["small-fp32-s0", "small-fp32-s0.lock"]
+    assert shapes.shape_folder("small", "fp32") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert sorted(p.name for p in made.iterdir()) == ["small-fp32-s0", "small-fp32-s0.lock"]
     model, tokenizer = load_model(str(folder))
-    prompts, params = (
-        [[7, 200, 31], [5, 90, 140, 299, 8, 8]],
-        dict(max_tokens=6, temperature=0, ignore_eos=True),
-    )
+    prompts = [[7, 200, 31], [5, 90, 140, 299, 8, 8]]
     want = [generate_naive(model, p, 6, ()) for p in prompts]
-    assert (
-        len({tuple(w) for w in want}) == 2
-        and tokenizer.decode(tokenizer("one two").input_ids) == "one two"
-    )
-    assert [
-        o.outputs[0].token_ids
-        for o in LLM(str(folder)).generate(prompts, SamplingParams(**params), use_tqdm=False)
-    ] == want
+    assert len({tuple(w) for w in want}) == 2
+    assert tokenizer.decode(tokenizer("one two").input_ids) == "one two"
+    assert ids(LLM(str(folder)).generate(prompts, greedy(6), use_tqdm=False)) == want
     config = shapes.shape_folder("small", "auto") / "config.json"
     assert json.loads(config.read_text(encoding="utf-8"))["dtype"] == "bfloat16"
 
 
 def test_the_shapes_are_those_that_were_published():
     gemma, qwen, llama = (shapes.SHAPES[name] for name in ("gemma3-270m", "qwen3-0.6b", "llama-1b"))
-    assert [i for i, kind in enumerate(gemma["layer_types"]) if kind == "full_attention"] == [
-        5,
-        11,
-        17,
-    ]
-    assert (gemma["vocab_size"], qwen["vocab_size"], llama["vocab_size"]) == (
-        262_144,
-        49_152,
-        49_152,
-    )
-    assert (
-        llama["num_hidden_layers"],
-        llama["num_attention_heads"],
-        llama["num_key_value_heads"],
-        llama["head_dim"],
-    ) == (16, 32, 8, 64)
-
-
-def test_unknown_shape_names_those_there_are():
-    status, _, err = run("--shape", "qwen3-9b", *TINY)
-    assert status == 2 and err.splitlines()[-1] == (
-        "batchlab: error: shape 'qwen3-9b' is unknown: choose 'smollm2-135m', 'gemma3-270m', "
-        "'qwen3-0.6b', 'llama-1b'"
-    )
+    full = [i for i, kind in enumerate(gemma["layer_types"]) if kind == "full_attention"]
+    assert full == [5, 11, 17] and gemma["vocab_size"] == 262_144
+    assert qwen["vocab_size"] == llama["vocab_size"] == 49_152
+    heads = llama["num_attention_heads"], llama["num_key_value_heads"], llama["head_dim"]
+    assert llama["num_hidden_layers"] == 16 and heads == (32, 8, 64)
 
 
 @pytest.mark.parametrize(
@@ -302,59 +214,35 @@ def test_options_of_a_contender(spec, options, label):
 
 
 def test_llamacpp_without_its_package_says_so(monkeypatch):
-    c = bench.CONTENDERS["llamacpp"]
-    monkeypatch.setitem(
-        bench.CONTENDERS,
-        "llamacpp",
-        bench.Contender(c.label, "llama_cpp_that_nobody_has", c.start, gguf=c.gguf),
-    )
-    with pytest.raises(
-        Unavailable,
-        match="has no package llama_cpp_that_nobody_has; give one that has: --peer llamacpp=PYTHON",
-    ):
+    missing = replace(bench.CONTENDERS["llamacpp"], package="llama_cpp_that_nobody_has")
+    monkeypatch.setitem(bench.CONTENDERS, "llamacpp", missing)
+    with pytest.raises(Unavailable, match="llama_cpp_that_nobody_has.*--peer llamacpp=PYTHON"):
         bench.find_package("llamacpp", sys.executable)
+
+
+LLAMA_CPP = """
+class Llama:
+    def __init__(self, path, n_ctx, n_threads, **_):
+        assert open(path, 'rb').read(4) == b'GGUF' and n_threads == 1
+    def generate(self, prompt, top_k, temp):
+        while True: yield prompt[-1]
+"""
 
 
 def test_llamacpp_gets_a_file_where_one_can_be_written(folder, tmp_path):
     "With a package in its place that reads the file's first bytes: two quantizations side by side, and a family that is not written."
-    (tmp_path / "llama_cpp.py").write_text(
-        "class Llama:\n"
-        "    def __init__(self, path, n_ctx, n_threads, **_): self.magic = open(path, 'rb').read(4); assert self.magic == b'GGUF' and n_threads == 1\n"
-        "    def generate(self, prompt, top_k, temp):\n"
-        "        while True: yield prompt[-1]\n"
-    )
-    env = os.environ | dict(
-        PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    )
+    (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP)
+    env = dict(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     kinds = ["llamacpp", "llamacpp:quantization=q4_0", "llamacpp:quantization=q5"]
-    status, out, err = run(
-        "--model", folder, *TINY, "--workloads", "single", "--contenders", *kinds, env=env
+    status, out, err = command(folder, "single", "--contenders", *kinds, **env)
+    assert status == 0 and "quantization=q5 is left out: quantization 'q5' is not written" in out, (
+        err
     )
-    assert (
-        status == 0
-        and "llamacpp:quantization=q5 is left out: quantization 'q5' is not written" in out
-    ), err
-    labels = [
-        line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| llama")
-    ][:2]
-    assert labels == [
-        f"{bench.contender(k).label}, {bits}-bit weights" for k, bits in zip(kinds, (8, 4))
-    ]
-    tiny_model("opt", max_position_embeddings=2048).save_pretrained(tmp_path / "opt")
-    status, out, err = run(
-        "--model",
-        str(tmp_path / "opt"),
-        *TINY,
-        "--workloads",
-        "single",
-        "--contenders",
-        "batchlab",
-        "llamacpp",
-        env=env,
-    )
-    assert (
-        status == 0
-        and "llamacpp is left out: 'opt' is not written as GGUF here" in out
-        and "| batchlab |" in out
-    ), err
-    assert not list((tmp_path / "opt").glob("*.gguf"))
+    rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| llama")]
+    names = [bench.contender(kind).label for kind in kinds]
+    assert rows[:2] == [f"{names[0]}, 8-bit weights", f"{names[1]}, 4-bit weights"]
+    opt = str(tmp_path / "opt")
+    tiny_model("opt", max_position_embeddings=2048).save_pretrained(opt)
+    status, out, err = command(opt, "single", "--contenders", "batchlab", "llamacpp", **env)
+    assert status == 0 and "llamacpp is left out: 'opt' is not written as GGUF" in out, err
+    assert "| batchlab |" in out and not list((tmp_path / "opt").glob("*.gguf"))

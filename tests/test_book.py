@@ -1,41 +1,28 @@
 "What the book measured, and its exercises: records that fit their code, claims that can fail, and answers that are missed when they are out."
 
-import importlib.machinery, importlib.util, json, re, sys
+import json, sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import nbformat
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from helpers import BOOK, ROOT, tool
 
-
-def tool(name):
-    "A script of `.ci` as a module."
-    loader = importlib.machinery.SourceFileLoader(f"ci_{name}", str(ROOT / ".ci" / name))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    return module
-
-
-sys.dont_write_bytecode, kept = True, sys.dont_write_bytecode
-MEASURE, EXERCISES, WORDS = tool("figures"), tool("exercises"), tool("words")
-sys.dont_write_bytecode = kept
 sys.path.insert(0, str(ROOT / "nbs"))
 import figures
 
+MEASURE, EXERCISES = tool("figures"), tool("exercises")
 FIGURES = MEASURE.figures()
 CHAPTERS = EXERCISES.chapters()
-TRIED = [*CHAPTERS, *sorted((ROOT / "nbs/1_basics").glob("*.ipynb"))]
 
 
 def test_notebooks_keep_no_state_of_widgets():
     "A progress bar's state is longer than the chapter, and shows nothing."
-    for p in sorted((ROOT / "nbs").rglob("*.ipynb")):
-        nb = nbformat.read(p, 4)
-        assert "widgets" not in nb.metadata, p.name
-        for c in nb.cells:
-            assert not any(MEASURE.BAR in o.get("data", {}) for o in c.get("outputs", ())), p.name
+    for p in BOOK["notebooks"]():
+        nb = BOOK["read"](p)
+        assert "widgets" not in nb["metadata"], p.name
+        outputs = [o for c in nb["cells"] for o in c.get("outputs", ())]
+        assert not any(MEASURE.BAR in o.get("data", {}) for o in outputs), p.name
 
 
 # --- figures
@@ -46,25 +33,14 @@ def test_each_record_is_drawn_by_a_chapter():
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_record_says_what_ran_and_with_which_inputs(name):
-    "That they are those of the function that stands in the chapter, `figure` asserts when the chapter runs."
+def test_each_round_of_a_record_measures_the_same_rows_each_once(name):
+    "That its inputs are those of the function in the chapter, `figure` asserts when the chapter runs."
     r = json.loads((ROOT / f"nbs/measured/{name}.json").read_text(encoding="utf-8"))
-    assert {"cpu", "cores", "threads", "memory_gb"} == {*r["machine"]} and {
-        "python",
-        "torch",
-        "transformers",
-        "batchlab",
-    } == {*r["versions"]}
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", r["date"]) and r["command"] == f".ci/figures {name}"
-    assert r["function"] == name and isinstance(r["inputs"], dict) and r["code"]
-    counted = all(
-        key in r["by"] or key.endswith("_mb") for key in r["rounds"][0][0]
-    )  # not timed: no spread
-    assert len(r["rounds"]) >= (1 if counted else 3)
+    keys = r["rounds"][0][0]
+    counted = all(key in r["by"] or key.endswith("_mb") for key in keys)  # not timed: no spread
+    assert r["function"] == name and len(r["rounds"]) >= (1 if counted else 3)
     rows = [[tuple(row[b] for b in r["by"]) for row in one] for one in r["rounds"]]
-    assert all(one == rows[0] and len({*one}) == len(one) for one in rows), (
-        "each round measures the same rows, each once"
-    )
+    assert all(one == rows[0] and len({*one}) == len(one) for one in rows)
 
 
 CHAPTER = """from figures import figure
@@ -79,13 +55,11 @@ cost_of_rows.curves('rows', 'ms')"""
 
 def book(folder, factor):
     "A book of one chapter that claims something."
-    (folder / "figures.py").write_text(
-        (ROOT / "nbs/figures.py").read_text(encoding="utf-8"), encoding="utf-8"
-    )
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CHAPTER % factor)]),
-        folder / "01_a.ipynb",
-    )
+    for name in ("nbs/figures.py", "settings.ini"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        (folder / name.rpartition("/")[2]).write_text(text, encoding="utf-8")
+    cell = nbformat.v4.new_code_cell(CHAPTER % factor)
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), folder / "01_a.ipynb")
     return folder
 
 
@@ -113,132 +87,96 @@ def test_only_what_a_figure_needs_is_run():
 def test_measured_anew_with_claims_that_hold_and_that_do_not(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("BATCHLAB_MEASURE", "")  # put back afterwards
     monkeypatch.setenv("BATCHLAB_WIDGETS", "0")
+    outputs = lambda: nbformat.read(tmp_path / "01_a.ipynb", 4).cells[0].outputs
     assert MEASURE.main([], book(tmp_path, 2)) == 0
     record = json.loads((tmp_path / "measured/cost_of_rows.json").read_text())
-    assert (
-        record["rounds"] == [[dict(rows=1, ms=1.5), dict(rows=2, ms=2.0)]] * 3
-        and record["title"] == "Milliseconds of a step"
-    )
-    assert record["code"] == figures.code_of(
-        "def other():\n    return [dict(rows=n, ms=1. + n / 2) for n in (1, 2)]\n"
-    )
-    assert "1 figures, 0 with a claim" in capsys.readouterr().out
-    assert MEASURE.main(["cost_of_rows"], book(tmp_path, 1)) == 1
+    assert record["rounds"] == [[dict(rows=1, ms=1.5), dict(rows=2, ms=2.0)]] * 3
+    same = "def other():\n    return [dict(rows=n, ms=1. + n / 2) for n in (1, 2)]\n"
+    assert record["code"] == figures.code_of(same)
+    assert MEASURE.main(["cost_of_rows"], book(tmp_path, 1)) == 1 and not outputs()
     assert "no longer holds: cost_of_rows: two cost less than twice one" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no figure"):
         MEASURE.main(["cost_of_row"], tmp_path)
-    assert not nbformat.read(tmp_path / "01_a.ipynb", 4).cells[0].outputs
-    (tmp_path / "settings.ini").write_text((ROOT / "settings.ini").read_text())
     assert MEASURE.main(["--draw"], book(tmp_path, 1)) == 1
-    [drawn] = nbformat.read(tmp_path / "01_a.ipynb", 4).cells[0].outputs  # and not how long it took
+    [drawn] = outputs()  # and not how long it took
     assert "Milliseconds of a step" in drawn.data["image/svg+xml"]
 
 
-def test_a_claim_is_checked_on_the_record_each_time(tmp_path, monkeypatch):
+@pytest.fixture
+def figure(tmp_path, monkeypatch):
+    "`figure(by, claims, ms, rows)` of a function `speed` that measures so much for each row, its records in a folder of its own."
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     monkeypatch.delenv("BATCHLAB_MEASURE", raising=False)
 
-    def speed():
-        return [dict(by="a", ms=3.0), dict(by="b", ms=9.0)]
-
-    with pytest.raises(FileNotFoundError, match=r"\.ci/figures speed"):
-        figures.figure("by")(speed).frame()
-    figures.figure("by", rounds=3)(speed).record()
-    f = figures.figure("by", claims={"b is slower": lambda t: t.ms["b"] > 2 * t.ms["a"]})(speed)
-    assert (
-        f.table.ms.to_dict() == dict(a=3.0, b=9.0)
-        and f.measure(2).own["rounds"][0] == f.recorded["rounds"][0]
-    )
-    assert (
-        ", yours" in f.bars("ms").desc
-        and "3 rounds on" in f.caption
-        and "Yours: 2 rounds" in f.caption
-    )
-    with pytest.raises(AssertionError, match="speed: the record does not show"):
-        figures.figure("by", claims={"b is faster": lambda t: t.ms["b"] < t.ms["a"]})(speed)
-
-
-def test_code_may_change_and_inputs_may_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "FOLDER", tmp_path)
-    monkeypatch.delenv("BATCHLAB_MEASURE", raising=False)
-
-    def measured(more, rows=(1, 2)):
+    def make(by="n", claims=None, ms=3.0, rows=(1, 2)):
         def speed(rows=rows):
-            return [dict(by=n, ms=n + more) for n in rows]
+            return [dict(n=n, ms=ms * n) for n in rows]
 
-        return speed
+        return figures.figure(by, rounds=3, claims=claims)(speed)
 
-    figures.figure("by", rounds=3)(measured(0)).record()
-    f = figures.figure("by")(measured(0))
-    assert f.recorded["inputs"] == dict(rows=[1, 2]) and "measured 2" in f.caption
+    return make
+
+
+def test_a_claim_is_checked_on_the_record_each_time(figure):
+    with pytest.raises(FileNotFoundError, match=r"\.ci/figures speed"):
+        figure().frame()
+    figure().record()
+    f = figure(claims={"two are slower": lambda t: t.ms[2] > 1.5 * t.ms[1]})
+    assert f.table.ms.to_dict() == {1: 3.0, 2: 6.0}
+    assert f.measure(2).own["rounds"][0] == f.recorded["rounds"][0]
+    assert ", yours" in f.bars("ms").desc and "Yours: 2 rounds" in f.caption
+    with pytest.raises(AssertionError, match="speed: the record does not show"):
+        figure(claims={"two are faster": lambda t: t.ms[2] < t.ms[1]})
+
+
+def test_code_may_change_and_inputs_may_not(figure, monkeypatch):
+    figure().record()
+    f = figure()
+    assert f.recorded["inputs"] == dict(rows=[1, 2]) and "earlier code" not in f.caption
 
     def speed(rows=(1, 2)):
-        return [dict(by=n, ms=n * 1.0) for n in rows]
+        return [dict(n=n, ms=n * 1.0) for n in rows]
 
-    assert "measured with earlier code on 2" in figures.figure("by")(speed).caption
+    assert "measured with earlier code on 2" in figures.figure("n")(speed).caption
     monkeypatch.setattr(figures, "engine", lambda: "another")
     assert "measured with earlier code on 2" in f.caption
-    with pytest.raises(
-        AssertionError, match=r"speed: measured with other inputs: run \.ci/figures"
-    ):
-        figures.figure("by")(measured(0, rows=(1, 3)))
-    with pytest.raises(AssertionError, match="other inputs"):
-        figures.figure("rows")(measured(0))
+    for other in (dict(rows=(1, 3)), dict(by="rows")):
+        with pytest.raises(AssertionError, match=r"other inputs: run \.ci/figures"):
+            figure(**other)
 
 
 # --- exercises
 
 
-@pytest.mark.parametrize("path", TRIED, ids=lambda p: p.stem)
-def test_each_chapter_has_exercises_with_answers_checks_and_reasons(path):
-    nb = nbformat.read(path, 4)
-    empty, answers = EXERCISES.emptied(nb)
-    assert (
-        len(answers) >= 3
-        and sum(bool(EXERCISES.CHECK.search(c.source)) for c in nb.cells if c.cell_type == "code")
-        >= 3
-    )
-    assert sum(c.source.startswith("<details") for c in nb.cells) >= 3
-    sources = lambda cells: [c.source for c in cells if not c.source.startswith("<details")]
-    assert sources(EXERCISES.filled(empty, answers).cells) == sources(
-        nb.cells
-    )  # which nbdev_test runs
-
-
 @pytest.fixture(scope="module")
 def attempts():
     "Each chapter with its answers out, run: two at a time, on a thread each."
+
+    def attempt(path):
+        empty, answers = EXERCISES.emptied(BOOK["read"](path))
+        return answers, EXERCISES.attempt(empty, path.parent)
+
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         for k, v in dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", BATCHLAB_WIDGETS="0").items():
             patch.setenv(k, v)
-        return {
-            p: f.result()
-            for p, f in [
-                (
-                    p,
-                    pool.submit(
-                        EXERCISES.attempt, EXERCISES.emptied(nbformat.read(p, 4))[0], p.parent
-                    ),
-                )
-                for p in TRIED
-            ]
-        }
+        return dict(zip(CHAPTERS, pool.map(attempt, CHAPTERS)))
 
 
-@pytest.mark.parametrize("path", TRIED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 def test_without_the_answers_each_check_fails_and_nothing_else(path, attempts):
-    assert attempts[path] == ([], [])
+    answers, found = attempts[path]
+    assert answers and found == ([], [])
 
 
 def test_the_emptied_edition(tmp_path):
     assert EXERCISES.main([str(tmp_path / "out")]) == 0
-    assert {p.name for p in (tmp_path / "out").glob("*.ipynb")} == {p.name for p in CHAPTERS}
-    for p in (tmp_path / "out").glob("*.ipynb"):
-        assert "BEGIN SOLUTION" not in p.read_text(encoding="utf-8")
+    made = [*(tmp_path / "out").glob("*.ipynb")]
+    assert {p.name for p in made} == {p.name for p in CHAPTERS}
+    assert not any("BEGIN SOLUTION" in p.read_text(encoding="utf-8") for p in made)
 
 
 def test_jupyter_folds_what_the_site_folds():
-    new, code = nbformat.v4.new_notebook, nbformat.v4.new_code_cell
+    cell = lambda kind, source: dict(cell_type=kind, source=source, metadata={})
     texts = [
         "#| export\nimport os",
         "#| solution\nx = 1",
@@ -246,30 +184,7 @@ def test_jupyter_folds_what_the_site_folds():
         "import os",
         "#| export\nimport os\ndef f(): ...",
     ]
-    folded = EXERCISES.folded(
-        nbformat.writes(new(cells=[*map(code, texts), nbformat.v4.new_markdown_cell("import os")]))
-    )
-    assert [
-        c.metadata.get("jupyter", {}).get("source_hidden", False)
-        for c in nbformat.reads(folded, 4).cells
-    ] == [True] * 3 + [False] * 3
-    assert EXERCISES.folded(folded) == folded
-
-
-# --- words
-
-
-def test_words_leave_out_what_is_not_the_spine(tmp_path):
-    texts = [
-        "# One two",
-        "three `four`\n\n| a | b |\n\nfive\n\n```\ncode\n```",
-        "> **Box: Five.** six",
-        "<details>seven</details>",
-        "## Exercises\nnine",
-        "ten",
-    ]
-    nbformat.write(
-        nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_markdown_cell, texts)]),
-        tmp_path / "01_a.ipynb",
-    )
-    assert WORDS.words(tmp_path / "01_a.ipynb") == 5
+    nb = dict(cells=[*(cell("code", t) for t in texts), cell("markdown", "import os")])
+    folded = EXERCISES.folded(nb)
+    hidden = [c["metadata"].get("jupyter", {}).get("source_hidden") for c in folded["cells"]]
+    assert hidden == [True] * 3 + [None] * 3 and EXERCISES.folded(folded) == folded

@@ -1,6 +1,6 @@
 "Log probabilities of what was asked about: modes, chosen tokens, prompts from a position on, and whole choices."
 
-import functools, math, random
+import functools, json, math, random
 
 import numpy as np, pytest, torch
 
@@ -17,14 +17,20 @@ from invariants import check_invariants, check_pool
 GREEDY = dict(temperature=0, max_tokens=1)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    pass
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
 def tiny(arch="llama"):
     return tiny_model(arch, seed=2)
+
+
+def an_llm(**how):
+    return LLM(tiny(), tiny_tokenizer(), **how)
+
+
+def near(want, abs=1e-4):
+    return pytest.approx(want, abs=abs)
 
 
 def alone(model, ids):
@@ -35,11 +41,8 @@ def alone(model, ids):
 
 def by_hand(model, ids, start):
     "The log probability of each of `ids` from index `start` on."
-    return (
-        alone(model, ids)[start - 1 : -1]
-        .gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
-        .tolist()
-    )
+    after, of = alone(model, ids)[start - 1 : -1], torch.tensor(ids[start:])[:, None]
+    return after.gather(1, of)[:, 0].tolist()
 
 
 def told(out):
@@ -47,10 +50,8 @@ def told(out):
 
 
 def rows_of(rng, n, shared=40):
-    return [
-        [*range(30, 30 + shared), *(rng.randrange(3, 259) for _ in range(rng.randint(1, 60)))]
-        for _ in range(n)
-    ]
+    own = lambda: [rng.randrange(3, 259) for _ in range(rng.randint(1, 60))]
+    return [[*range(30, 30 + shared), *own()] for _ in range(n)]
 
 
 # modes
@@ -66,51 +67,37 @@ def test_modes_report_what_the_row_drew_from():
         dict(seed=3, top_p=0.6, allowed_token_ids=[3, 5, 9, 33]),
         dict(temperature=0, repetition_penalty=1.5, logit_bias={7: 2.0}, allowed_token_ids=[5, 7]),
     ]
+    make = lambda **more: [SamplingRow.make(s | more, ids) for s in settings]
+    plain = [
+        SamplingRow.make(s | dict(temperature=s.get("temperature") or 1), ids) for s in settings
+    ]
     for mode in ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"):
-        rows = [SamplingRow.make(dict(s, logprobs=3, logprobs_mode=mode), ids) for s in settings]
         before = x.clone()
-        got = sample(x, rows)
+        got = sample(x, make(logprobs=3, logprobs_mode=mode))
         assert torch.equal(x, before)
-        plain = [
-            SamplingRow.make(dict(s, temperature=1) if s.get("temperature") == 0 else s, ids)
-            for s in settings
-        ]
         want = processed_logits(x, plain) if mode.startswith("processed") else x
         if mode.endswith("logprobs"):
             want = want.log_softmax(-1)
         for row, token, d in zip(want, got.token_ids, got.logprobs):
             assert next(iter(d)) == token
             for i, l in d.items():
-                assert l.logprob == pytest.approx(row[i].item(), abs=1e-5)
+                assert l.logprob == near(row[i].item(), 1e-5) and l.logprob > -math.inf
                 assert l.rank == 1 + int((row > row[i]).sum())
-                assert l.logprob > -math.inf
-        single = [
-            sample(x[b : b + 1], [r]).logprobs[0]
-            for b, r in enumerate(SamplingRow.make(r.params, ids) for r in rows)
-        ]
+        rows = make(logprobs=3, logprobs_mode=mode)
+        single = [sample(x[b : b + 1], [r]).logprobs[0] for b, r in enumerate(rows)]
         assert single == got.logprobs, "the same bits alone and in company"
-    drawn = [
-        sample(
-            x, [SamplingRow.make(dict(s, logprobs=0, logprobs_mode=m), ids) for s in settings]
-        ).token_ids
-        for m in (None, "processed_logits")
-    ]
+    modes = None, "processed_logits"
+    drawn = [sample(x, make(logprobs=0, logprobs_mode=m)).token_ids for m in modes]
     assert drawn[0] == drawn[1], "what is reported changes nothing of what is drawn"
 
 
 def test_the_llms_mode_holds_unless_a_request_has_its_own():
-    llm = LLM(tiny(), tiny_tokenizer(), logprobs_mode="processed_logprobs")
+    llm = an_llm(logprobs_mode="processed_logprobs")
     two = dict(GREEDY, allowed_token_ids=[50, 60], logprobs=2)
-    [a], [b] = (
-        llm.generate([[5, 6, 7]], two),
-        llm.generate([[5, 6, 7]], dict(two, logprobs_mode="raw_logprobs")),
-    )
-    assert sum(math.exp(l.logprob) for l in a.outputs[0].logprobs[0].values()) == pytest.approx(
-        1, abs=1e-5
-    )
-    lp = alone(tiny(), [5, 6, 7])[-1]
-    t = b.outputs[0].token_ids[0]
-    assert b.outputs[0].logprobs[0][t].logprob == pytest.approx(lp[t].item(), abs=1e-4)
+    a, b = llm.generate([[5, 6, 7]] * 2, [two, dict(two, logprobs_mode="raw_logprobs")])
+    assert sum(math.exp(l.logprob) for l in a.outputs[0].logprobs[0].values()) == near(1, 1e-5)
+    [t] = b.outputs[0].token_ids
+    assert b.outputs[0].logprobs[0][t].logprob == near(alone(tiny(), [5, 6, 7])[-1, t].item())
     for bad in ("raw", "processed", None, 1):
         with pytest.raises(ParamError, match="raw_logprobs.*processed_logits"):
             LLM(tiny(), logprobs_mode=bad)
@@ -120,69 +107,50 @@ def test_the_llms_mode_holds_unless_a_request_has_its_own():
 
 def test_choices_held_to_a_grammar_are_likely_among_themselves():
     pytest.importorskip("llguidance")
-    llm = LLM(tiny(), tiny_tokenizer(), logprobs_mode="processed_logprobs")
-    params = SamplingParams(
-        temperature=0, max_tokens=8, logprobs=-1, structured_outputs=dict(choice=["yes", "no"])
-    )
+    llm = an_llm(logprobs_mode="processed_logprobs")
+    params = dict(GREEDY, max_tokens=8, logprobs=-1, structured_outputs=dict(choice=["yes", "no"]))
     for out in llm.generate(["Is it?", "Really, is it so?"], params):
         first = {l.decoded_token: math.exp(l.logprob) for l in out.outputs[0].logprobs[0].values()}
         assert all("yes".startswith(t) or "no".startswith(t) for t in first)
-        assert sum(first.values()) == pytest.approx(1, abs=1e-5)
+        assert sum(first.values()) == near(1, 1e-5)
 
 
-def test_verify_knows_the_mode():
-    for mode in ("processed_logprobs", "raw_logits", "processed_logits"):
-        llm = LLM(tiny(), tiny_tokenizer(), logprobs_mode=mode)
-        outs = llm.generate(
-            [[5, 6, 7], [9] * 20],
-            [
-                dict(GREEDY, max_tokens=5, logprobs=1, repetition_penalty=1.3),
-                dict(seed=1, temperature=0.7, max_tokens=5, logprobs=0),
-            ],
-        )
-        assert not llm.verify(outs, sample=2).divergences
-        c = outs[0].outputs[0]
-        c.logprobs[2][c.token_ids[2]].logprob += 0.5
-        assert [d.what for d in llm.verify(outs, sample=2).divergences] == ["logprob"]
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
+def test_verify_knows_the_mode(mode):
+    llm = an_llm(logprobs_mode=mode)
+    penalised = dict(GREEDY, max_tokens=5, logprobs=1, repetition_penalty=1.3)
+    seeded = dict(seed=1, temperature=0.7, max_tokens=5, logprobs=0)
+    outs = llm.generate([[5, 6, 7], [9] * 20], [penalised, seeded])
+    assert not llm.verify(outs, sample=2).divergences
+    c = outs[0].outputs[0]
+    c.logprobs[2][c.token_ids[2]].logprob += 0.5
+    assert [d.what for d in llm.verify(outs, sample=2).divergences] == ["logprob"]
 
 
 def test_verify_by_an_llm_of_another_mode():
-    llm, other = (
-        LLM(tiny(), tiny_tokenizer(), logprobs_mode="processed_logprobs"),
-        LLM(tiny(), tiny_tokenizer()),
-    )
+    llm, other = an_llm(logprobs_mode="processed_logprobs"), an_llm()
     outs = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=5, logprobs=1, repetition_penalty=1.3))
-    assert (
-        outs[0].params.logprobs_mode == "processed_logprobs" and not other.verify(outs).divergences
-    )
-    report = other.verify(
-        llm.generate([[5, 6, 7]], dict(seed=1, top_p=0.9, max_tokens=5, logprobs=1))
-    )
-    assert report.unchecked == 1 and "log probabilities of 1 answer not checked" in report.headline
+    assert outs[0].params.logprobs_mode == "processed_logprobs"
+    assert not other.verify(outs).divergences
+    drawn = llm.generate([[5, 6, 7]], dict(seed=1, top_p=0.9, max_tokens=5, logprobs=1))
+    assert other.verify(drawn).unchecked == 1
 
 
 # chosen tokens
 
 
 def test_logprob_token_ids_are_exactly_those_and_the_sampled_one():
-    llm, ids = LLM(tiny(), tiny_tokenizer()), [7, 250, 3]
+    llm, ids = an_llm(), [7, 250, 3]
     prompts = rows_of(random.Random(1), 6)
-    each = [
-        dict(GREEDY, logprob_token_ids=ids if i % 2 else ids[:i])
-        if i
-        else dict(GREEDY, max_tokens=3, logprobs=5)
-        for i in range(6)
-    ]
-    for i, out in enumerate(llm.generate(prompts, each)):
-        c = out.outputs[0]
+    asked = [ids if i % 2 else ids[:i] for i in range(6)]
+    each = [dict(GREEDY, logprob_token_ids=some) for some in asked]
+    each[0] = dict(GREEDY, max_tokens=3, logprobs=5)
+    for some, out in zip(asked, llm.generate(prompts, each)):
+        c, n = out.outputs[0], len(out.prompt_token_ids) - 1
         lp = alone(tiny(), out.prompt_token_ids + c.token_ids)
         for t, (token, d) in enumerate(zip(c.token_ids, c.logprobs, strict=True)):
-            if ids[:i] or i % 2:
-                assert set(d) == {token, *(ids if i % 2 else ids[:i])}
-            for j, l in d.items():
-                assert l.logprob == pytest.approx(
-                    lp[len(out.prompt_token_ids) - 1 + t, j].item(), abs=1e-4
-                )
+            assert set(d) == {token, *some} or not some
+            assert all(l.logprob == near(lp[n + t, j].item()) for j, l in d.items())
     out = llm.generate(prompts[0], dict(GREEDY, logprob_token_ids=[5, 99_999]))[0]
     assert "logprob_token_ids has token ids [99999]" in out.error
     with pytest.raises(ParamError, match="logprob_token_ids must be a list"):
@@ -207,27 +175,20 @@ WAYS = dict(
 @pytest.mark.parametrize("way", WAYS)
 def test_prompt_logprobs_from_a_position_on(way):
     rng = random.Random(way)
-    llm, prompts = LLM(tiny(), tiny_tokenizer(), **WAYS[way]), rows_of(rng, 12, 70)
+    llm, prompts = an_llm(**WAYS[way]), rows_of(rng, 12, 70)
     for _ in range(2):  # cold, then cached
         starts = [rng.choice([0, len(p) - 1, rng.randrange(len(p)), 64, 63, 65]) for p in prompts]
-        outs = llm.generate(
-            prompts,
-            [
-                dict(
-                    GREEDY, max_tokens=rng.randint(1, 4), prompt_logprobs=2, prompt_logprob_start=s
-                )
-                for s in starts
-            ],
+        ask = lambda s: dict(
+            GREEDY, max_tokens=rng.randint(1, 4), prompt_logprobs=2, prompt_logprob_start=s
         )
+        outs = llm.generate(prompts, [*map(ask, starts)])
         for p, s, out in zip(prompts, starts, outs):
             assert not out.error and len(out.prompt_logprobs) == len(p)
             assert out.prompt_logprobs[: s + 1] == [None] * (s + 1)
-            assert told(out)[s + 1 :] == pytest.approx(by_hand(tiny(), p, s + 1), abs=1e-4)
+            assert told(out)[s + 1 :] == near(by_hand(tiny(), p, s + 1))
             assert out.num_cached_tokens <= s
-    if way in ("auto", "torch"):
-        assert max(o.num_cached_tokens - s for o, s in zip(outs, starts)) == 0, (
-            "hits reach the position"
-        )
+    if way in ("auto", "torch"):  # hits reach the position
+        assert max(o.num_cached_tokens - s for o, s in zip(outs, starts)) == 0
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "mistral", "bloom", "gpt2"])
@@ -237,71 +198,57 @@ def test_other_models_too(arch):
     except Exception:
         pytest.skip(f"no tiny {arch}")
     llm, prompts = LLM(model, tiny_tokenizer()), rows_of(random.Random(arch), 4, 30)
+    params = dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=29)
     for _ in range(2):
-        for p, out in zip(
-            prompts, llm.generate(prompts, dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=29))
-        ):
-            assert told(out)[30:] == pytest.approx(by_hand(model, p, 30), abs=1e-3)
+        for p, out in zip(prompts, llm.generate(prompts, params)):
+            assert told(out)[30:] == near(by_hand(model, p, 30), 1e-3)
     [o] = choose(llm, [prompts[0]], [[7], [8, 9], [8, 10, 11]])
     for c, ids in o.token_ids.items():
-        assert o.token_logprobs[c] == pytest.approx(
-            by_hand(model, prompts[0] + ids, len(prompts[0])), abs=1e-3
-        )
+        assert o.token_logprobs[c] == near(by_hand(model, prompts[0] + ids, len(prompts[0])), 1e-3)
 
 
 def test_a_hit_ends_before_the_position_and_is_shared_in_one_call():
-    llm, head = LLM(tiny(), tiny_tokenizer(), compile=False), [*range(10, 110)]
+    llm, head = an_llm(compile=False), [*range(10, 110)]
     prompts = [head + [t, t + 1, t + 2] for t in range(20, 30)]
     outs = llm.generate(prompts, dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=99))
     assert [o.num_cached_tokens for o in outs] == [0] + [99] * 9
     assert llm.ledger.useful == 103 + 9 * 4
     for p, o in zip(prompts, outs):
-        assert told(o)[100:] == pytest.approx(by_hand(tiny(), p, 100), abs=1e-4)
+        assert told(o)[100:] == near(by_hand(tiny(), p, 100))
     again = llm.generate(prompts[0], dict(GREEDY, prompt_logprobs=0))[0]
-    assert again.num_cached_tokens == 0 and told(again)[1:] == pytest.approx(
-        by_hand(tiny(), prompts[0], 1), abs=1e-4
-    )
+    assert again.num_cached_tokens == 0 and told(again)[1:] == near(by_hand(tiny(), prompts[0], 1))
 
 
 def test_preempted_while_its_prompt_is_told():
     "Chunks of a few tokens, blocks that run out, and a preemption in the middle of each prompt: nothing is told twice or left out."
-    llm = LLM(tiny(), tiny_tokenizer(), compile=False)
+    llm = an_llm(compile=False)
     rng = random.Random(5)
     for case in range(6):
-        llm.limits = choose_limits(
-            tiny(),
-            llm.shapes,
-            max_num_seqs=3,
-            max_num_batched_tokens=rng.randint(5, 30),
-            kv_cache_bytes=256 * llm.limits.kv_bytes_per_token,
-        )
+        size = dict(max_num_batched_tokens=rng.randint(5, 30), max_num_seqs=3)
+        size |= dict(kv_cache_bytes=256 * llm.limits.kv_bytes_per_token)
+        llm.limits = choose_limits(tiny(), llm.shapes, **size)
         llm.engines.configure()
         prompts, outs = rows_of(rng, 5), {}
         starts = [rng.randrange(len(p)) for p in prompts]
+        end = lambda e: e.finished and outs.update({int(e.request_id): e.output})
         for i, (p, s) in enumerate(zip(prompts, starts)):
-            llm.add_request(
-                p,
-                dict(GREEDY, max_tokens=6, prompt_logprobs=0, prompt_logprob_start=s),
-                lambda e, i=i: e.finished and outs.setdefault(i, e.output),
-            )
-        steps, preempted = 0, 0
+            params = dict(GREEDY, max_tokens=6, prompt_logprobs=0, prompt_logprob_start=s)
+            llm.add_request(p, params, end, request_id=str(i))
+        steps = 0
         while llm.has_unfinished:
             llm.step()
             s = llm.engines["packed"].scheduler
             if steps % 3 == 2 and s.running:
                 s.preempt(rng.choice(s.running))
-            preempted += steps % 3 == 2
             steps += 1
             assert steps < 2000
         assert s.num_preemptions > 0
         for i, out in outs.items():
-            assert told(out)[starts[i] + 1 :] == pytest.approx(
-                by_hand(tiny(), prompts[i], starts[i] + 1), abs=1e-4
-            )
+            assert told(out)[starts[i] + 1 :] == near(by_hand(tiny(), prompts[i], starts[i] + 1))
 
 
 def test_the_scheduler_keeps_its_rules():
-    llm = LLM(tiny(), tiny_tokenizer(), compile=False, max_num_seqs=4, max_num_batched_tokens=20)
+    llm = an_llm(compile=False, max_num_seqs=4, max_num_batched_tokens=20)
     prompts = rows_of(random.Random(3), 8)
     llm.generate(prompts[0], GREEDY)
     scheduler = llm.engines["packed"].scheduler
@@ -314,14 +261,13 @@ def test_the_scheduler_keeps_its_rules():
         return plan
 
     scheduler.schedule = checked
-    llm.generate(
-        prompts, [dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=len(p) - 2) for p in prompts]
-    )
+    ask = lambda p: dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=len(p) - 2)
+    llm.generate(prompts, [*map(ask, prompts)])
     assert sum(logits) == 2 * len(prompts), "the logits of two positions each, and no more"
 
 
 def test_a_start_is_checked():
-    llm = LLM(tiny(), tiny_tokenizer())
+    llm = an_llm()
     out = llm.generate([[5, 6, 7]], dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=3))[0]
     assert "prompt_logprob_start must be below 3" in out.error
     for bad in (-1, 1.5, "a", None):
@@ -334,26 +280,27 @@ def test_a_start_is_checked():
 
 
 def test_score_from_a_token_on():
-    llm, prompts = LLM(tiny(), tiny_tokenizer()), rows_of(random.Random(4), 5)
+    llm, prompts = an_llm(), rows_of(random.Random(4), 5)
     whole, part = llm.logprobs(prompts), llm.logprobs(prompts, start=41)
-    assert [s.logprobs[40:] for s in whole] == [pytest.approx(s.logprobs, abs=1e-5) for s in part]
+    assert [s.logprobs[40:] for s in whole] == [near(s.logprobs, 1e-5) for s in part]
     assert [len(s.logprobs) for s in whole] == [len(p) - 1 for p in prompts]
 
 
 def test_only_the_first_of_several_answers_tells_of_the_prompt():
-    llm, prompt = LLM(tiny(), tiny_tokenizer(), compile=False), [*range(10, 90)]
+    llm, prompt = an_llm(compile=False), [*range(10, 90)]
     [out] = llm.generate([prompt], SamplingParams(n=4, seed=1, max_tokens=3, prompt_logprobs=0))
-    assert told(out)[1:] == pytest.approx(by_hand(tiny(), prompt, 1), abs=1e-4)
+    assert told(out)[1:] == near(by_hand(tiny(), prompt, 1))
     assert llm.ledger.useful < 80 + 4 * 8, "the others share it"
 
 
 # whole choices
 
 
+WORDS = "the sea is blue and warm in may but not so here".split()
+
+
 def words(rng, n):
-    return " ".join(
-        rng.choice("the sea is blue and warm in may but not so here".split()) for _ in range(n)
-    )
+    return " ".join(rng.choice(WORDS) for _ in range(n))
 
 
 def check(llm, outs, eps=1e-4):
@@ -370,60 +317,44 @@ def check(llm, outs, eps=1e-4):
 @pytest.mark.parametrize("way", WAYS)
 def test_choices_are_what_score_says_of_the_whole_text(way):
     rng = random.Random(way)
-    llm, choices = (
-        LLM(tiny(), tiny_tokenizer(), **WAYS[way]),
-        [" sea", " blue sea", "b", " " + words(rng, 12), "!"],
-    )
-    prompts = [
-        "",
-        "a",
-        "the sea is",
-        *("Look: " + words(rng, rng.randint(1, 30)) + " " * (i % 2) for i in range(8)),
-    ]
+    llm = an_llm(**WAYS[way])
+    choices = [" sea", " blue sea", "b", " " + words(rng, 12), "!"]
+    look = lambda i: "Look: " + words(rng, rng.randint(1, 30)) + " " * (i % 2)
+    prompts = ["", "a", "the sea is", *map(look, range(8))]
     cold, cached = llm.choose(prompts, choices), llm.choose(prompts[::-1], choices)[::-1]
     alone_ = [llm.choose(p, choices)[0] for p in prompts]
     for a, b, c in zip(cold, cached, alone_, strict=True):
         assert a.token_ids == b.token_ids == c.token_ids
         for k in choices:
-            assert a.token_logprobs[k] == pytest.approx(b.token_logprobs[k], abs=1e-4)
+            assert a.token_logprobs[k] == near(b.token_logprobs[k])
             assert same(a.token_logprobs[k], c.token_logprobs[k], llm.backend)
     check(llm, cold)
     for p, o in zip(prompts[1:], cold[1:]):
         wholes = llm.logprobs([p + c for c in choices])
-        assert [o.prompt_token_ids + o.token_ids[c] for c in choices] == [
-            w.token_ids for w in wholes
-        ]
-        n = len(o.prompt_token_ids)
-        assert [*o.logprobs.values()] == pytest.approx(
-            [sum(w.logprobs[n - 1 :]) for w in wholes], abs=1e-3
-        )
+        start, n = o.prompt_token_ids, len(o.prompt_token_ids)
+        assert [start + o.token_ids[c] for c in choices] == [w.token_ids for w in wholes]
+        assert [*o.logprobs.values()] == near([sum(w.logprobs[n - 1 :]) for w in wholes], 1e-3)
 
 
 def test_the_same_bits_in_any_company():
-    llm, rng = LLM(tiny(), tiny_tokenizer(), enable_prefix_caching=False), random.Random(7)
+    llm, rng = an_llm(enable_prefix_caching=False), random.Random(7)
     if not llm.backend.batch_invariant:
         pytest.skip("this backend promises close numbers, not the same bits")
-    prompts, choices = (
-        [words(rng, rng.randint(1, 40)) for _ in range(9)],
-        [" sea", " blue and warm", " not"],
-    )
-    outs = llm.choose(prompts, choices)
-    assert [llm.choose(p, choices)[0].token_logprobs for p in prompts] == [
-        o.token_logprobs for o in outs
-    ]
-    assert [o.token_logprobs for o in LLM(tiny(), tiny_tokenizer()).choose(prompts, choices)] == [
-        o.token_logprobs for o in outs
-    ], "cached too"
+    prompts = [words(rng, rng.randint(1, 40)) for _ in range(9)]
+    choices = [" sea", " blue and warm", " not"]
+    bits = lambda outs: [o.token_logprobs for o in outs]
+    together = bits(llm.choose(prompts, choices))
+    assert [bits(llm.choose(p, choices))[0] for p in prompts] == together
+    assert bits(an_llm().choose(prompts, choices)) == together, "cached too"
 
 
 def test_a_prompt_is_computed_once_whatever_its_choices():
-    llm = LLM(tiny(), tiny_tokenizer(), compile=False)
+    llm = an_llm(compile=False)
     heads = [[*range(40 + i, 130 + i)] for i in range(3)]
     tails = [[7], [8, 9], [8, 10, 11], [5] * 20]
     computed = []
-    llm.watchers.append(
-        lambda engine, event, x: event == "schedule" and computed.append(x.num_tokens)
-    )
+    note = lambda engine, event, x: event == "schedule" and computed.append(x.num_tokens)
+    llm.watchers.append(note)
     outs = llm.choose(heads, tails)
     assert sum(computed) == 3 * (90 + 1 + 2 + 19)
     check(llm, outs)
@@ -436,50 +367,42 @@ def test_a_prompt_is_computed_once_whatever_its_choices():
     assert sum(computed) == 80 + 10 + 10, "what prompts share is computed once too"
 
 
-def test_tokens_that_melt_across_the_border():
-    "The one tokenizer at hand that has merges: the default model's."
-    from batchlab.models import load_model
+@pytest.fixture(scope="module")
+def smol():
+    "The default model, whose tokenizer is the one at hand that has merges and a template."
+    return LLM(dtype="fp32", max_num_seqs=8)
 
-    model, tok = load_model(dtype="fp32")
-    llm = LLM(model, tok, max_num_seqs=8)
-    prompts, choices = (
-        ["Answer: ", "The opposite of un", "A", "東京は日", "See https:"],
-        ["yes", "s", "happy", " no", "本です", "//x.org"],
-    )
-    outs = llm.choose(prompts, choices)
-    check(llm, outs, 1e-3)
+
+def test_tokens_that_melt_across_the_border(smol):
+    tokens = lambda text: smol.tokenizer(text)["input_ids"]
+    prompts = ["Answer: ", "The opposite of un", "A", "東京は日", "See https:"]
+    choices = ["yes", "s", "happy", " no", "本です", "//x.org"]
+    outs = smol.choose(prompts, choices)
+    check(smol, outs, 1e-3)
     for p, o in zip(prompts, outs):
         for c, ids in o.token_ids.items():
-            assert (o.prompt_token_ids + ids)[-len(tok(p + c)["input_ids"]) :] == tok(p + c)[
-                "input_ids"
-            ]
-    assert outs[0].prompt_token_ids == tok("Answer:")["input_ids"]
-    a, b = llm.choose([prompts[1], tok(prompts[1])["input_ids"]], choices)
+            whole = tokens(p + c)
+            assert (o.prompt_token_ids + ids)[-len(whole) :] == whole
+    assert outs[0].prompt_token_ids == tokens("Answer:")
+    a, b = smol.choose([prompts[1], tokens(prompts[1])], choices)
     assert a == b, "a prompt given as ids is the same prompt"
 
 
-def test_conversations_and_ends():
-    from batchlab.models import load_model
-
-    model, tok = load_model(dtype="fp32")
-    llm, talk = (
-        LLM(model, tok, max_num_seqs=8),
-        [dict(role="user", content="Name one city. Say only its name.")],
-    )
-    [o] = llm.choose([talk], ["New", "New York", "Paris"], chat=True, end=True)
-    check(llm, [o])
+def test_conversations_and_ends(smol):
+    tok, talk = smol.tokenizer, [dict(role="user", content="Name one city. Say only its name.")]
+    [o] = smol.choose([talk], ["New", "New York", "Paris"], chat=True, end=True)
+    check(smol, [o])
     head = tok.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert o.prompt_token_ids == head
-    for c, ls in o.token_logprobs.items():
+    for c, told in o.token_logprobs.items():
         ids = head + tok(c, add_special_tokens=False)["input_ids"]
-        assert o.prompt_token_ids + o.token_ids[c] == ids and len(ls) == len(o.token_ids[c]) + 1
-        assert ls[-1] == pytest.approx(
-            alone(model, ids)[-1, sorted(llm.eos_ids)].logsumexp(0).item(), abs=1e-3
-        )
+        assert head + o.token_ids[c] == ids and len(told) == len(o.token_ids[c]) + 1
+        ends = alone(smol.model, ids)[-1, sorted(smol.eos_ids)]
+        assert told[-1] == near(ends.logsumexp(0).item(), 1e-3)
 
 
 def test_choices_that_cannot_be_compared():
-    llm = LLM(tiny(), tiny_tokenizer())
+    llm = an_llm()
     for wrong, why in (
         ("yes", "must be a list"),
         ([], "no choices"),
@@ -493,46 +416,35 @@ def test_choices_that_cannot_be_compared():
     ):
         with pytest.raises(ParamError, match=why):
             llm.choose(["x"], wrong)
-    outs = llm.choose(
-        ["x", "y", "z", [5, 9999], "w", "long " * 3000],
-        [["a"], [], ["a", ""], ["b"], ["c", [7]], ["d"]],
-    )
-    assert [bool(o.error) for o in outs] == [False, True, True, True, False, True]
-    for o in outs:
-        if o.error:
-            assert (o.best, o.logprobs, o.probabilities) == (None, {}, {}) and o.error in repr(o)
-    assert (
-        "no choices" in outs[1].error
-        and "choice 1 is empty" in outs[2].error
-        and "9999" in outs[3].error
-        and "tokens" in outs[5].error
-    )
+    prompts = ["x", "y", "z", [5, 9999], "w", "long " * 3000]
+    outs = llm.choose(prompts, [["a"], [], ["a", ""], ["b"], ["c", [7]], ["d"]])
+    why = {1: "no choices", 2: "choice 1 is empty", 3: "9999", 5: "tokens"}
+    assert {i for i, o in enumerate(outs) if o.error} == {*why}
+    for i, words in why.items():
+        o = outs[i]
+        assert words in o.error and o.error in repr(o)
+        assert (o.best, o.logprobs, o.probabilities) == (None, {}, {})
     assert llm.choose([], ["a"]) == []
     assert list(outs[4].token_ids) == ["c", (7,)]
 
 
 def test_failures_are_logged_as_of_prompts(caplog):
-    llm = LLM(tiny(), tiny_tokenizer(), max_model_len=32)
+    llm = an_llm(max_model_len=32)
     outs = llm.choose(["a", "b", [5, 9999], "long " * 30, "c"], ["yes", "no"])
     assert [bool(o.error) for o in outs] == [False, False, True, True, False]
     (said,) = [r.getMessage() for r in caplog.records if "failed" in r.getMessage()]
-    assert (
-        said.startswith("2 of 5 requests failed") and "outputs[2]" in said and "outputs[3]" in said
-    )
+    assert said.startswith("2 of 5 requests") and "outputs[2]" in said and "outputs[3]" in said
     caplog.clear()
-    assert (
-        llm.choose(["a", "b"], [["x"], [""]])[1].error and "1 of 2 requests failed" in caplog.text
-    )
+    assert llm.choose(["a", "b"], [["x"], [""]])[1].error
+    assert "1 of 2 requests failed" in caplog.text
 
 
 def test_a_conversation_in_a_dict_and_choices_in_arrays():
-    llm, talk = LLM(tiny(), tiny_tokenizer()), [{"role": "user", "content": "Hi"}]
+    llm, talk = an_llm(), [{"role": "user", "content": "Hi"}]
+    [of_list] = llm.choose([talk], ["a", "b"], chat=True)
     for prompts in ([{"messages": talk}], {"messages": talk}):
-        [dict_], [list_] = (
-            llm.choose(prompts, ["a", "b"]),
-            llm.choose([talk], ["a", "b"], chat=True),
-        )
-        assert same(vars(dict_), vars(list_), llm.backend)
+        [of_dict] = llm.choose(prompts, ["a", "b"])
+        assert same(vars(of_dict), vars(of_list), llm.backend)
     lists = [["a", "bc"], ["d"]]
     wanted = [vars(o) for o in llm.choose(["x", "y"], lists)]
     for arrays in ([np.array(c, dtype=object) for c in lists], np.array(lists, dtype=object)):
@@ -546,27 +458,25 @@ def test_an_empty_prompt_of_a_model_without_a_first_token(monkeypatch):
     def none(*_):
         raise ModelError("this model has no BOS token")
 
-    monkeypatch.setattr("batchlab.tasks.choices.start_token_id", none)
-    llm = LLM(tiny(), tiny_tokenizer())
-    monkeypatch.setattr(
-        "batchlab.tasks.choices.encode_text",
+    llm, encode = (
+        an_llm(),
         lambda tok, text, special=True: tok.encode(text, add_special_tokens=False),
     )
+    monkeypatch.setattr("batchlab.tasks.choices.start_token_id", none)
+    monkeypatch.setattr("batchlab.tasks.choices.encode_text", encode)
     empty, a = llm.choose(["", "a"], ["b"])
     assert "no BOS" in empty.error and a.best == "b"
 
 
 def test_requests_of_one_step_each_stay_in_memory():
     "All end in each step, and what the last one left is spared: never more than there may be."
-    llm = LLM(tiny(), tiny_tokenizer(), max_num_seqs=4)
+    llm = an_llm(max_num_seqs=4)
     size, each = llm.backend.block_size, llm.limits.kv_bytes_per_token
-    llm = LLM(tiny(), tiny_tokenizer(), max_num_seqs=4, kv_cache_bytes=6 * size * each)
+    llm = an_llm(max_num_seqs=4, kv_cache_bytes=6 * size * each)
     most = 0
     for i in range(30):
         for k in range(4):
-            llm.add_request(
-                [i + 3, k + 40, *range(3, 20)], dict(temperature=0, max_tokens=1, prompt_logprobs=0)
-            )
+            llm.add_request([i + 3, k + 40, *range(3, 20)], dict(GREEDY, prompt_logprobs=0))
         while llm.has_unfinished:
             llm.step()
             pool = llm.engines["packed"].scheduler.pool
@@ -579,28 +489,20 @@ def test_requests_of_one_step_each_stay_in_memory():
 
 def test_many_prompts_in_little_memory():
     "A cache that holds a few of them: waves, evictions, and the same numbers."
-    rng, model = random.Random(2), tiny()
-    roomy = LLM(model, tiny_tokenizer())
-    llm = LLM(
-        model,
-        tiny_tokenizer(),
-        kv_cache_bytes=512 * roomy.limits.kv_bytes_per_token,
-        max_num_seqs=4,
-    )
-    prompts, choices = (
-        [words(rng, rng.randint(1, 40)) for _ in range(40)],
-        [" sea", " blue and so on", "."],
-    )
+    rng, roomy = random.Random(2), an_llm()
+    llm = an_llm(kv_cache_bytes=512 * roomy.limits.kv_bytes_per_token, max_num_seqs=4)
+    prompts = [words(rng, rng.randint(1, 40)) for _ in range(40)]
+    choices = [" sea", " blue and so on", "."]
     outs = llm.choose(prompts, choices)
     check(llm, outs[:6])
     for a, b in zip(outs, roomy.choose(prompts, choices)):
         for c in choices:
-            assert a.token_logprobs[c] == pytest.approx(b.token_logprobs[c], abs=1e-4)
+            assert a.token_logprobs[c] == near(b.token_logprobs[c])
 
 
 def test_results_go_into_a_table():
     pd = pytest.importorskip("pandas")
-    llm = LLM(tiny(), tiny_tokenizer())
+    llm = an_llm()
     outs = llm.choose(["a", "b", "c"], ["x", "y"])
     frame = pd.DataFrame([o.probabilities for o in outs]).assign(best=[o.best for o in outs])
     assert [*frame.columns] == ["x", "y", "best"] and len(frame) == 3
@@ -613,41 +515,27 @@ def test_results_go_into_a_table():
 def test_a_line_asks_for_chosen_tokens_and_modes():
     from batchlab.jobs.lines import parse_line
 
-    line = parse_line(
-        1,
-        b'{"prompt": "p", "logprob_token_ids": [5, 9], "logprobs_mode": "processed_logprobs"}',
-        "plain",
-    )
-    assert (line.failure, line.options) == (
-        None,
-        dict(logprob_token_ids=[5, 9], logprobs_mode="processed_logprobs"),
-    )
-    assert (
-        "prompt_logprob_start"
-        in parse_line(1, b'{"prompt": "p", "prompt_logprob_start": 2}', "plain").failure[1]
-    )
+    asked = dict(logprob_token_ids=[5, 9], logprobs_mode="processed_logprobs")
+    plain = lambda **more: parse_line(1, json.dumps(dict(prompt="p") | more).encode(), "plain")
+    line = plain(**asked)
+    assert (line.failure, line.options) == (None, asked)
+    assert "prompt_logprob_start" in plain(prompt_logprob_start=2).failure[1]
 
 
-@pytest.mark.parametrize("kind", ["chat", "text"])
-def test_answers_of_the_api_carry_chosen_tokens(kind):
+def test_answers_of_the_api_carry_chosen_tokens():
     from batchlab.jobs.schema import answer_body, text_logprobs
 
-    llm = LLM(tiny(), tiny_tokenizer())
-    [out] = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=[70, 80]))
-    c = out.outputs[0]
-    if kind == "chat":
-        for ids in (
-            [70, 80],
-            [c.token_ids[0]],
-        ):  # also where the sampled token is the one asked for
-            [out] = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=ids))
-            for step, d in zip(
-                answer_body(out, kind, "1", "m")["choices"][0]["logprobs"]["content"],
-                out.outputs[0].logprobs,
-            ):
-                assert [t["logprob"] for t in step["top_logprobs"]] == [d[i].logprob for i in ids]
-    else:
-        assert [len(d) for d in text_logprobs(c)["top_logprobs"]] == [len(d) for d in c.logprobs]
+    def asked(ids):
+        [out] = an_llm().generate([[5, 6, 7]], dict(GREEDY, max_tokens=2, logprob_token_ids=ids))
+        return out, out.outputs[0]
+
+    out, c = asked([70, 80])
+    assert [len(d) for d in text_logprobs(c)["top_logprobs"]] == [len(d) for d in c.logprobs]
+    for ids in ([70, 80], [c.token_ids[0]]):  # also where the sampled token is the one asked for
+        out, c = asked(ids)
+        told = answer_body(out, "chat", "1", "m")["choices"][0]["logprobs"]["content"]
+        for step, d in zip(told, c.logprobs):
+            assert [t["logprob"] for t in step["top_logprobs"]] == [d[i].logprob for i in ids]
 
 
 def test_flags():
@@ -659,9 +547,7 @@ def test_flags():
 
 
 def test_an_environments_fault_is_raised():
-    from batchlab.errors import ModelError
-
     with pytest.raises(ModelError, match="tokenizer"):
         LLM(tiny()).choose(["a"], ["b"])
-    out = LLM(tiny(), tiny_tokenizer()).choose(["a", "bad \ud800"], ["b"])
+    out = an_llm().choose(["a", "bad \ud800"], ["b"])
     assert not out[0].error

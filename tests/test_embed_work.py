@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from batchlab import SamplingParams
 from batchlab.cli import main
 from batchlab.errors import JobError, UnsupportedModelError
 from batchlab.api import LLM
@@ -27,7 +26,7 @@ from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
 from batchlab.jobs.pooling import PoolingRequest
 from batchlab.jobs.ray import BatchLLM
-from helpers import running, until
+from helpers import generated, greedy, ids, running, texts, until
 
 SMALL = dict(
     vocab_size=259,
@@ -68,30 +67,32 @@ def encoder(folder):
 @functools.cache
 def classifier(labels=2):
     torch.manual_seed(1)
-    return LLM(
-        AutoModelForSequenceClassification.from_config(
-            AutoConfig.for_model("bert", num_labels=labels, **SMALL)
-        ).eval(),
-        tiny_tokenizer(),
-        compile=False,
-    )
+    config = AutoConfig.for_model("bert", num_labels=labels, **SMALL)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    return LLM(model, tiny_tokenizer(), compile=False)
 
 
 @functools.cache
 def writer():
-    return LLM(
-        tiny_model("llama", num_hidden_layers=1), tiny_tokenizer(), max_num_seqs=4, compile=False
-    )
+    model = tiny_model("llama", num_hidden_layers=1)
+    return LLM(model, tiny_tokenizer(), max_num_seqs=4, compile=False)
 
 
-def vectors(llm, texts=TEXTS, **kw):
-    return [o.outputs.embedding for o in llm.embed(texts, use_tqdm=False, **kw)]
+def vectors(llm, prompts=TEXTS, **params):
+    outs = llm.embed(prompts, use_tqdm=False, pooling_params=PoolingParams(**params))
+    return [o.outputs.embedding for o in outs]
+
+
+def scores(llm, *texts):
+    return [o.outputs.score for o in llm.score(*texts, use_tqdm=False)]
 
 
 def close(a, b):
-    np.testing.assert_allclose(
-        np.array(a, dtype="float64"), np.array(b, dtype="float64"), atol=2e-5
-    )
+    np.testing.assert_allclose(np.array(a, "float64"), np.array(b, "float64"), atol=2e-5)
+
+
+def length(texts):
+    return sum(len(t.encode()) for t in texts)
 
 
 def unpacked(text):
@@ -103,14 +104,16 @@ def ask(i, url="/v1/embeddings", **body):
 
 
 def write(path, lines):
-    Path(path).write_text(
-        "".join((s if isinstance(s, str) else json.dumps(s)) + "\n" for s in lines),
-        encoding="utf-8",
-    )
+    lines = (s if isinstance(s, str) else json.dumps(s) for s in lines)
+    Path(path).write_text("".join(f"{s}\n" for s in lines), encoding="utf-8")
+
+
+def read(path):
+    return [json.loads(s) for s in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def records(path):
-    found = [json.loads(s) for s in Path(path).read_text(encoding="utf-8").splitlines()]
+    found = read(path)
     assert len({r.get("id", r.get("request_id")) for r in found}) == len(found)
     return {r.get("custom_id") or r.get("line"): r for r in found}
 
@@ -152,130 +155,94 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
         ask(10, input="x", dimensions=65),
     ]
     write(tmp_path / "in.jsonl", lines)
-    job = functools.partial(
-        Job, tmp_path / "in.jsonl", tmp_path / "out.jsonl", look_ahead=3, model_name="tiny"
-    )
+    out = tmp_path / "out.jsonl"
+    job = lambda: Job(tmp_path / "in.jsonl", out, look_ahead=3, model_name="tiny")
     with interrupted(llm, 2), pytest.raises(KeyboardInterrupt):
         job().run(llm)
-    before = (tmp_path / "out.jsonl").read_bytes()
+    before = out.read_bytes()
     r = job().run(llm)
-    assert (
-        (r.total, r.failed) == (11, 4)
-        and r.before
-        and (tmp_path / "out.jsonl").read_bytes().startswith(before)
-    )
-    found = records(tmp_path / "out.jsonl")
+    assert (r.total, r.failed) == (11, 4) and r.before and out.read_bytes().startswith(before)
+    found = records(out)
     assert found.keys() == {d["custom_id"] for d in lines}
-    body = lambda i: found[str(i)]["response"]["body"]
-    assert (body(0)["object"], [d["index"] for d in body(0)["data"]], body(0)["model"]) == (
+    bodies = {int(i): d["response"]["body"] for i, d in found.items()}
+    data = lambda i, key="embedding": [d[key] for d in bodies[i]["data"]]
+    assert (bodies[0]["object"], bodies[0]["model"], data(0, "index")) == (
         "list",
-        [*range(5)],
         "tiny",
+        [*range(5)],
     )
-    assert body(0)["usage"] == dict(
-        prompt_tokens=sum(len(t.encode()) for t in TEXTS),
-        total_tokens=sum(len(t.encode()) for t in TEXTS),
-    )
-    close([d["embedding"] for d in body(0)["data"]], vectors(llm))
-    close(
-        unpacked(body(2)["data"][0]["embedding"]),
-        vectors(llm, ["x"], pooling_params=PoolingParams(dimensions=4))[0],
-    )
-    close([d["embedding"] for d in body(3)["data"]], vectors(llm, [[5, 6], [7]]))
-    close(
-        [d["score"] for d in body(4)["data"]],
-        [o.outputs.score for o in llm.score("a", ["b", "a"], use_tqdm=False)],
-    )
-    assert [d["index"] for d in body(5)["results"]] == [1] and body(5)["results"][0][
-        "document"
-    ] == dict(text="a")
-    assert np.shape(body(6)["data"][0]["data"]) == (3, 64)
-    assert (
-        body(1)["choices"][0]["message"]["content"]
-        == llm.chat([talk["messages"]], dict(max_tokens=3, temperature=0), use_tqdm=False)[0]
-        .outputs[0]
-        .text
-    )
-    assert {
-        i: (found[str(i)]["response"]["status_code"], found[str(i)]["error"]["code"])
-        for i in (7, 8, 9, 10)
-    } == {
-        7: (400, "context_length_exceeded"),
-        8: (400, "invalid_request"),
-        9: (400, "invalid_request"),
-        10: (400, "invalid_request"),
-    }
-    assert "input[1]: the prompt has 300 tokens" in found["7"]["error"]["message"]
+    assert bodies[0]["usage"] == dict(prompt_tokens=length(TEXTS), total_tokens=length(TEXTS))
+    close(data(0), vectors(llm))
+    close(unpacked(data(2)[0]), vectors(llm, ["x"], dimensions=4)[0])
+    close(data(3), vectors(llm, [[5, 6], [7]]))
+    close(data(4, "score"), scores(llm, "a", ["b", "a"]))
+    [best] = bodies[5]["results"]
+    assert (best["index"], best["document"]) == (1, dict(text="a"))
+    assert np.shape(data(6, "data")[0]) == (3, 64)
+    said = llm.chat([talk["messages"]], dict(max_tokens=3, temperature=0), use_tqdm=False)
+    assert [bodies[1]["choices"][0]["message"]["content"]] == texts(said)
+    bad = [found[str(i)] for i in (7, 8, 9, 10)]
+    assert {d["response"]["status_code"] for d in bad} == {400}
+    codes = ["context_length_exceeded"] + ["invalid_request"] * 3
+    assert [d["error"]["code"] for d in bad] == codes
+    assert "input[1]: the prompt has 300 tokens" in bad[0]["error"]["message"]
+
+
+def read_table(path):
+    "The rows of a table of any format, a vector as a list."
+    import csv
+
+    import pyarrow.parquet as pq
+
+    if path.suffix == ".jsonl":
+        return read(path)
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    vector = lambda v: json.loads(v) if v and v.startswith("[") else v or None
+    with path.open(encoding="utf-8", newline="") as f:
+        return [{k: vector(v) for k, v in row.items()} for row in csv.DictReader(f)]
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet", "out.npy"])
 def test_plain_texts_of_a_table(tmp_path, encoder, name):
-    import csv, io
-
-    rows = [*TEXTS, "", "z" * 200]
-    with (tmp_path / "in.csv").open(
-        "w", encoding="utf-8", newline=""
-    ) as f:  # a column that would be a setting elsewhere
-        csv.writer(f).writerows([["text", "temperature"], *[[t, "hot"] for t in rows]])
-    out, job = (
-        tmp_path / name,
-        lambda: Job(tmp_path / "in.csv", tmp_path / name, embed=EMBED, look_ahead=2, ordered=True),
-    )
+    # a column that would be a setting elsewhere
+    rows = ["text,temperature", *(f"{t},hot" for t in [*TEXTS, "", "z" * 200])]
+    write(tmp_path / "in.csv", rows)
+    out = tmp_path / name
+    job = lambda: Job(tmp_path / "in.csv", out, embed=EMBED, look_ahead=2, ordered=True)
     with interrupted(encoder, 1), pytest.raises(KeyboardInterrupt):
         job().run(encoder)
     r = job().run(encoder)
     assert (r.total, r.failed) == (7, 2) and r.before
+    assert not (tmp_path / f"{name}.batchlab").exists()
     if name.endswith(".npy"):
         got = np.load(out)
-    elif name.endswith(".jsonl"):
-        found = [json.loads(s) for s in out.read_text().splitlines()]
-        assert (
-            [d["row"] for d in found] == [*range(1, 8)]
-            and found[0]["temperature"] == "hot"
-            and found[0]["usage"] == dict(prompt_tokens=5, total_tokens=5)
-        )
-        got = [d["embedding"] for d in found]
-    elif name.endswith(".csv"):
-        found = [*csv.DictReader(io.StringIO(out.read_text()))]
-        assert "is empty" in found[5]["error"] and found[0]["text"] == TEXTS[0]
-        got = [json.loads(d["embedding"]) if d["embedding"] else None for d in found]
+        assert np.isnan(got[5:]).all()
     else:
+        found = read_table(out)
+        got = [r["embedding"] for r in found]
+        assert {r["temperature"] for r in found} == {"hot"} and got[5:] == [None, None]
+    close(got[:5], vectors(encoder))
+    if name.endswith(".jsonl"):
+        assert [d["row"] for d in found] == [*range(1, 8)]
+        assert found[0]["usage"] == dict(prompt_tokens=5, total_tokens=5)
+    if name.endswith(".csv"):
+        assert "is empty" in found[5]["error"] and found[0]["text"] == TEXTS[0]
+    if name.endswith(".parquet"):
         import pyarrow as pa, pyarrow.parquet as pq
 
-        table = pq.read_table(out)
-        assert (
-            table.schema.field("embedding").type == pa.list_(pa.float32())
-            and table["temperature"].to_pylist() == ["hot"] * 7
-        )
-        got = table["embedding"].to_pylist()
-    close(got[:5] if isinstance(got, list) else got[:5], vectors(encoder))
-    assert np.isnan(got[5:]).all() if name.endswith(".npy") else got[5:] == [None, None]
-    assert not (tmp_path / f"{name}.batchlab").exists()
+        assert pq.read_schema(out).field("embedding").type == pa.list_(pa.float32())
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl"])
 def test_the_column_of_vectors_has_the_name_that_is_asked_for(tmp_path, encoder, name):
     (tmp_path / "in.csv").write_text("text,embedding\nHi,mine\nYou,too\n")
-    said: list[str] = []
-    job = lambda **more: Job(
-        tmp_path / "in.csv", tmp_path / name, embed=EMBED, ordered=True, say=said.append, **more
-    )
+    said, how = [], dict(embed=EMBED, ordered=True)
+    job = lambda **more: Job(tmp_path / "in.csv", tmp_path / name, say=said.append, **how, **more)
     assert job(output_column="vector").run(encoder).failed == 0
-    if name.endswith(".csv"):
-        import csv
-
-        found = [*csv.DictReader((tmp_path / name).open())]
-        got = [json.loads(r["vector"]) for r in found]
-    elif name.endswith(".jsonl"):
-        found = [json.loads(s) for s in (tmp_path / name).read_text().splitlines()]
-        got = [r["vector"] for r in found]
-    else:
-        import pyarrow.parquet as pq
-
-        found = pq.read_table(tmp_path / name).to_pylist()
-        got = [r["vector"] for r in found]
+    found = read_table(tmp_path / name)
     assert [(r["text"], r["embedding"]) for r in found] == [("Hi", "mine"), ("You", "too")]
-    close(got, [o.outputs.embedding for o in encoder.embed(["Hi", "You"])])
+    close([r["vector"] for r in found], vectors(encoder, ["Hi", "You"]))
     assert not any("text as" in s for s in said)  # which a vector has not
     with pytest.raises(JobError, match="another column of that name"):
         job(output_column="text").run(encoder)
@@ -284,42 +251,28 @@ def test_the_column_of_vectors_has_the_name_that_is_asked_for(tmp_path, encoder,
 
 
 def test_a_job_of_vectors_says_what_it_can_not(tmp_path, encoder):
-    write(tmp_path / "plain.jsonl", [dict(prompt="a")])
-    write(
-        tmp_path / "chat.jsonl",
-        [ask(0, "/v1/chat/completions", messages=[dict(role="user", content="Hi")])],
-    )
-    with pytest.raises(JobError, match="BertModel writes no text"):
-        Job(tmp_path / "chat.jsonl", tmp_path / "a.jsonl").run(encoder)
-    with pytest.raises(JobError, match="an array is for the vectors"):
-        Job(tmp_path / "plain.jsonl", tmp_path / "a.npy").run(encoder)
-    write(tmp_path / "class.jsonl", [ask(0, "/classify", input="a")])
-    with pytest.raises(JobError, match="has no task 'classify'"):
-        Job(tmp_path / "class.jsonl", tmp_path / "b.jsonl").run(encoder)
+    talk = dict(messages=[dict(role="user", content="Hi")])
+    for line, out, why in (
+        (ask(0, "/v1/chat/completions", **talk), "a.jsonl", "BertModel writes no text"),
+        (dict(prompt="a"), "a.npy", "an array is for the vectors"),
+        (ask(0, "/classify", input="a"), "b.jsonl", "has no task 'classify'"),
+    ):
+        write(tmp_path / "in.jsonl", [line])
+        with pytest.raises(JobError, match=why):
+            Job(tmp_path / "in.jsonl", tmp_path / out).run(encoder)
 
 
 def test_a_plan_of_vectors(tmp_path, encoder):
     p = encoder.plan(TEXTS * 3, PoolingParams("embed"))
-    assert (p.num_requests, p.prompt_tokens, p.shared_tokens) == (
-        15,
-        3 * sum(len(t.encode()) for t in TEXTS),
-        0,
-    ) and p.blocks
+    counts = p.num_requests, p.prompt_tokens, p.shared_tokens
+    assert counts == (15, 3 * length(TEXTS), 0) and p.blocks
     encoder.embed(TEXTS)
     assert encoder.stats().kv_bytes == 0  # nothing is kept from step to step
     write(tmp_path / "in.jsonl", [ask(0, input=TEXTS), ask(1, input="z" * 200)])
     plan = Job(tmp_path / "in.jsonl").plan(encoder)
-    assert (plan.requests, plan.failed, plan.max_output_tokens, plan.longest) == (
-        1,
-        1,
-        0,
-        max(len(t.encode()) for t in TEXTS),
-    )
-    assert (
-        plan.prompt_tokens == sum(len(t.encode()) for t in TEXTS)
-        and plan.prompt_rate
-        and "output" not in str(plan).split("speed")[1]
-    )
+    assert (plan.requests, plan.failed, plan.max_output_tokens) == (1, 1, 0)
+    assert plan.longest == max(len(t.encode()) for t in TEXTS)
+    assert plan.prompt_tokens == length(TEXTS) and plan.prompt_rate
     assert Job(tmp_path / "in.jsonl").dry_run().requests == 2
 
 
@@ -330,45 +283,36 @@ def save(model, folder, architecture=None, **more):
     with quiet():
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
-    save_file(
-        load_file(folder / "model.safetensors") | more,
-        folder / "model.safetensors",
-        dict(format="pt"),
-    )
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | dict(architectures=[architecture or type(model).__name__]))
-    )
+    file, config = folder / "model.safetensors", folder / "config.json"
+    save_file(load_file(file) | more, file, dict(format="pt"))
+    said = dict(architectures=[architecture or type(model).__name__])
+    config.write_text(json.dumps(json.loads(config.read_text()) | said))
     return str(folder)
 
 
 def test_weights_without_a_place_are_refused_by_name(tmp_path):
     torch.manual_seed(0)
-    bert, labelled = (
-        auto.from_config(AutoConfig.for_model("bert", **SMALL))
-        for auto in (AutoModel, AutoModelForSequenceClassification)
-    )
-    with pytest.raises(
-        UnsupportedModelError, match="BertModel has no place for linear.weight, as a ColBERT"
-    ) as e:
-        LLM(save(bert, tmp_path / "colbert", "HF_ColBERT", **{"linear.weight": torch.ones(8, 32)}))
-    assert "\n" not in str(e.value)
-    with pytest.raises(
-        UnsupportedModelError, match=r"no place for classifier.bias, classifier.weight"
+    autos = AutoModel, AutoModelForSequenceClassification
+    bert, labelled = (auto.from_config(AutoConfig.for_model("bert", **SMALL)) for auto in autos)
+    many = {f"a.{i}": torch.ones(2) for i in range(5)}
+    for name, model, architecture, more, why in (
+        (
+            "colbert",
+            bert,
+            "HF_ColBERT",
+            {"linear.weight": torch.ones(8, 32)},
+            "linear.weight, as a ColBERT",
+        ),
+        ("labels", labelled, "BertModel", {}, "classifier.bias, classifier.weight"),
+        ("more", labelled, None, many, "a.0, a.1, a.2, …,"),
     ):
-        LLM(save(labelled, tmp_path / "labels", "BertModel"))
-    with pytest.raises(UnsupportedModelError, match=r"a.0, a.1, a.2, …,"):
-        LLM(save(labelled, tmp_path / "more", **{f"a.{i}": torch.ones(2) for i in range(5)}))
-    pylate = save(bert, tmp_path / "pylate")
-    for i, step in enumerate(("sentence_transformers.models.Dense", "pylate.models.Dense.Dense")):
-        (tmp_path / "pylate/modules.json").write_text(
-            json.dumps(
-                [
-                    dict(type="sentence_transformers.models.Transformer", path=""),
-                    dict(type=step, path="1_Dense"),
-                ]
-            )
-        )
+        with pytest.raises(UnsupportedModelError, match=why) as e:
+            LLM(save(model, tmp_path / name, architecture, **more))
+        assert "has no place for" in str(e.value) and "\n" not in str(e.value)
+    pylate, kind = save(bert, tmp_path / "pylate"), "sentence_transformers.models"
+    for step in (f"{kind}.Dense", "pylate.models.Dense.Dense"):
+        steps = [dict(type=f"{kind}.Transformer", path=""), dict(type=step, path="1_Dense")]
+        (tmp_path / "pylate/modules.json").write_text(json.dumps(steps))
         with pytest.raises(UnsupportedModelError, match=f"step 1 of modules.json is a {step}"):
             LLM(pylate, compile=False)
 
@@ -377,34 +321,21 @@ def test_weights_without_a_place_are_refused_by_name(tmp_path):
 def test_a_weight_inside_a_language_model_is_refused_and_one_beside_it_left(tmp_path, arch):
     model = tiny_model(arch)
     layers = next(name for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList))
-    inside = next(
-        name
-        for name, m in model.named_modules()
-        if name.startswith(f"{layers}.1.") and len(name.split(".")) > len(layers.split(".")) + 2
-    )
-    beside = {
-        k: torch.ones(8)
-        for k in (
-            f"{layers}.9.norm.weight",
-            "v_head.summary.weight",
-            f"{layers}.0.attn.rotary_emb.inv_freq",
-            f"{layers}.0.attn.masked_bias",
-        )
-    }
+    names = [name for name, _ in model.named_modules() if name.startswith(f"{layers}.1.")]
+    inside = next(name for name in names if name.count(".") > layers.count(".") + 2)
+    masks = f"{layers}.0.attn.rotary_emb.inv_freq", f"{layers}.0.attn.masked_bias"
+    beside = f"{layers}.9.norm.weight", "v_head.summary.weight", *masks
+    beside = {key: torch.ones(8) for key in beside}
     llm = LLM(save(model, tmp_path / "beside", **beside), compile=False)
-    assert all(
-        torch.equal(t, model.get_parameter(name)) for name, t in llm.model.named_parameters()
-    )
-    for key in (
-        f"{inside}.extra",
-        f"{layers}.0.extra_norm.weight",
-        f"{layers.removeprefix(f'{model.base_model_prefix}.')}.1.extra",
-    ):
-        with pytest.raises(
-            UnsupportedModelError,
-            match=f"{type(model).__name__} has no place for .*extra.*, and without it the tokens would be others",
-        ):
-            LLM(save(model, tmp_path / "inside", **{key: torch.ones(8)}), compile=False)
+    own = {
+        name: torch.equal(t, model.get_parameter(name)) for name, t in llm.model.named_parameters()
+    }
+    assert all(own.values())
+    short = layers.removeprefix(f"{model.base_model_prefix}.")
+    for key in (f"{inside}.extra", f"{layers}.0.extra_norm.weight", f"{short}.1.extra"):
+        folder = save(model, tmp_path / "inside", **{key: torch.ones(8)})
+        with pytest.raises(UnsupportedModelError, match="has no place for .*extra"):
+            LLM(folder, compile=False)
 
 
 @pytest.mark.parametrize(
@@ -419,121 +350,57 @@ def test_a_weight_inside_a_language_model_is_refused_and_one_beside_it_left(tmp_
 )
 def test_masks_that_older_checkpoints_hold_are_no_weights(tmp_path, arch, key):
     model = tiny_model(arch)
-    llm = LLM(
-        save(model, tmp_path / "old", **{f"transformer.h.0.{key}": torch.ones(1, 1, 8, 8)}),
-        compile=False,
-    )
-    ids = [5, 9, 33, 7]
-    want = model.generate(torch.tensor([ids]), max_new_tokens=5, min_new_tokens=5, do_sample=False)[
-        0, 4:
-    ].tolist()
-    assert (
-        list(
-            llm.generate([ids], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]
-            .outputs[0]
-            .token_ids
-        )
-        == want
-    )
+    mask = {f"transformer.h.0.{key}": torch.ones(1, 1, 8, 8)}
+    llm, prompt = LLM(save(model, tmp_path / "old", **mask), compile=False), [5, 9, 33, 7]
+    assert ids(llm.generate([prompt], greedy(5))) == [generated(model, prompt, 5)]
 
 
 @pytest.mark.parametrize(
     "kind", ["bert", "roberta", "distilbert", "electra", "albert", "mpnet", "deberta", "nomic_bert"]
 )
 def test_what_guesses_masked_words_is_left_out(tmp_path, kind):
-    small = (
-        dict(dim=32, hidden_dim=48, n_layers=2, n_heads=2)
-        if kind == "distilbert"
-        else dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-    )
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=259,
-        max_position_embeddings=64,
-        **small,
-        **(dict(embedding_size=32) if kind in ("electra", "albert") else {}),
-    )
+    small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    if kind == "distilbert":
+        small = dict(dim=32, hidden_dim=48, n_layers=2, n_heads=2)
+    if kind in ("electra", "albert"):
+        small |= dict(embedding_size=32)
+    config = AutoConfig.for_model(kind, vocab_size=259, max_position_embeddings=64, **small)
+    position_ids = {"embeddings.position_ids": torch.arange(64)[None]}
     for auto in (AutoModelForMaskedLM, AutoModelForPreTraining):
         if kind == "nomic_bert" and auto is AutoModelForPreTraining:
             continue
         torch.manual_seed(0)
-        model = auto.from_config(config).eval()
-        llm = LLM(
-            save(
-                model,
-                tmp_path / auto.__name__,
-                **{"embeddings.position_ids": torch.arange(64)[None]},
-            ),
-            compile=False,
-        )
-        ids = [5, 9, 33, 7]
+        model, prompt = auto.from_config(config).eval(), [5, 9, 33, 7]
+        llm = LLM(save(model, tmp_path / auto.__name__, **position_ids), compile=False)
         with torch.inference_mode():
-            want = model.base_model(torch.tensor([ids])).last_hidden_state[0]
-        torch.testing.assert_close(
-            torch.as_tensor(llm.encode([ids], pooling_task="token_embed")[0].outputs.data).float(),
-            want,
-            atol=1e-4,
-            rtol=1e-3,
-        )
+            want = model.base_model(torch.tensor([prompt])).last_hidden_state[0]
+        got = torch.as_tensor(llm.encode([prompt], pooling_task="token_embed")[0].outputs.data)
+        torch.testing.assert_close(got.float(), want, atol=1e-4, rtol=1e-3)
 
 
 # the command line
 
 
 def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
-    assert main(["embed", "a cat", "x", "--dimensions", "3", "--no-normalize"], llm=encoder) == 0
+    embed = lambda *args: main(["embed", *map(str, args)], llm=encoder)
+    assert embed("a cat", "x", "--dimensions", 3, "--no-normalize") == 0
     out = [json.loads(s) for s in capfd.readouterr().out.splitlines()]
     close(
         [d["embedding"] for d in out],
-        vectors(
-            encoder,
-            ["a cat", "x"],
-            pooling_params=PoolingParams(dimensions=3, use_activation=False),
-        ),
+        vectors(encoder, ["a cat", "x"], dimensions=3, use_activation=False),
     )
     write(tmp_path / "in.txt", TEXTS)
-    assert (
-        main(
-            ["embed", "-i", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy")], llm=encoder
-        )
-        == 0
-    )
+    file = "-i", tmp_path / "in.txt", "-o"
+    assert embed(*file, tmp_path / "out.npy") == 0
     close(np.load(tmp_path / "out.npy"), vectors(encoder))
-    for status in (0, 0):
-        assert (
-            main(
-                ["embed", "-i", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.jsonl")],
-                llm=encoder,
-            )
-            == status
-        )
-    assert (
-        len(records(tmp_path / "out.jsonl")) == 5
-        and "5 of 5 requests done (5 of them before)" in capfd.readouterr().err
-    )
-    assert (
-        main(
-            [
-                "embed",
-                "-i",
-                str(tmp_path / "in.txt"),
-                "-o",
-                str(tmp_path / "out.jsonl"),
-                "--dimensions",
-                "3",
-            ],
-            llm=encoder,
-        )
-        == 2
-    )  # other vectors than those there
-    assert (
-        main(["embed", "z" * 200], llm=encoder) == 1
-        and main(["embed", "z" * 200, "--truncate"], llm=encoder) == 0
-    )
-    assert (
-        main(["embed", "a", "-i", "b"], llm=encoder) == 2
-        and main(["embed", "a", "--pooling", "median"], llm=encoder) == 2
-    )
+    for _ in range(2):
+        assert embed(*file, tmp_path / "out.jsonl") == 0
+    assert len(records(tmp_path / "out.jsonl")) == 5
+    assert "5 of 5 requests done (5 of them before)" in capfd.readouterr().err
+    # other vectors than those there
+    assert embed(*file, tmp_path / "out.jsonl", "--dimensions", 3) == 2
+    assert embed("z" * 200) == 1 and embed("z" * 200, "--truncate") == 0
+    assert embed("a", "-i", "b") == 2 and embed("a", "--pooling", "median") == 2
 
 
 def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
@@ -541,24 +408,16 @@ def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
     plan = ["plan", "-i", str(tmp_path / "in.txt")]
     assert main([*plan, "--embed", "--no-calibration"], llm=encoder) == 1
     said = capfd.readouterr().out
-    assert (
-        f"tokens: {sum(len(t.encode()) for t in TEXTS):,} in prompts" in said
-        and "weights" in said
-        and "the model takes 64" in said
-    ), said
-    assert (
-        main(plan, llm=encoder) == 2
-        and (err := capfd.readouterr().err).count("\n") == 1
-        and "--embed" in err
-    ), err
-    assert (
-        main([*plan, "--embed", "--no-calibration"], llm=writer()) == 0
-    )  # of a model that writes as well
+    for words in (f"tokens: {length(TEXTS):,} in prompts", "weights", "the model takes 64"):
+        assert words in said
+    assert main(plan, llm=encoder) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "--embed" in err
+    # of a model that writes as well
+    assert main([*plan, "--embed", "--no-calibration"], llm=writer()) == 0
     (tmp_path / "in.csv").write_text("text,max_tokens\nabc,x\nabcdef,\n")
-    assert (
-        main(["plan", "-i", str(tmp_path / "in.csv"), "--embed"], llm=encoder) == 0
-        and "speed" in capfd.readouterr().out
-    )
+    assert main(["plan", "-i", str(tmp_path / "in.csv"), "--embed"], llm=encoder) == 0
+    assert "speed" in capfd.readouterr().out
 
 
 # the server
@@ -581,42 +440,31 @@ def test_openais_client_gets_vectors(encoder):
         serving(encoder) as s,
         openai.OpenAI(base_url=f"{s.url}/v1", api_key="any", max_retries=0) as client,
     ):
-        want = vectors(encoder)
+        create = lambda **body: client.embeddings.create(**dict(model="tiny") | body)
         for more in ({}, dict(encoding_format="float")):  # its own default is base64
-            r = client.embeddings.create(model="tiny", input=TEXTS, **more)
-            close([d.embedding for d in r.data], want)
-            assert [d.index for d in r.data] == [
-                *range(5)
-            ] and r.usage.prompt_tokens == r.usage.total_tokens == sum(
-                len(t.encode()) for t in TEXTS
-            )
-        close(
-            client.embeddings.create(model="tiny", input=[5, 6, 7], dimensions=4).data[0].embedding,
-            vectors(encoder, [[5, 6, 7]], pooling_params=PoolingParams(dimensions=4))[0],
-        )
-        many = client.embeddings.create(model="tiny", input=[f"text {i}" for i in range(1500)])
-        close(
-            [many.data[i].embedding for i in (0, 1499)], vectors(encoder, ["text 0", "text 1499"])
-        )
+            r = create(input=TEXTS, **more)
+            close([d.embedding for d in r.data], vectors(encoder))
+            assert [d.index for d in r.data] == [*range(5)]
+            assert r.usage.prompt_tokens == r.usage.total_tokens == length(TEXTS)
+        [short] = create(input=[5, 6, 7], dimensions=4).data
+        close([short.embedding], vectors(encoder, [[5, 6, 7]], dimensions=4))
+        many = create(input=[f"text {i}" for i in range(1500)]).data
+        ends = vectors(encoder, ["text 0", "text 1499"])
+        close([many[0].embedding, many[1499].embedding], ends)
         for wrong, param in (
             (dict(input=["a", "z" * 200]), "input"),
             (dict(input="a", dimensions=33), "dimensions"),
             (dict(input="a", model="gpt-4"), "model"),
         ):
             with pytest.raises(openai.APIStatusError) as e:
-                client.embeddings.create(**dict(model="tiny") | wrong)
+                create(**wrong)
             assert e.value.status_code in (400, 404) and e.value.param == param, wrong
-        assert (
-            "BertModel writes no text"
-            in s.web.post(
-                "/v1/chat/completions", json=dict(messages=[dict(role="user", content="Hi")])
-            ).json()["error"]["message"]
-        )
+        talk = dict(messages=[dict(role="user", content="Hi")])
+        refused = s.web.post("/v1/chat/completions", json=talk).json()
+        assert "BertModel writes no text" in refused["error"]["message"]
         figures = s.web.get("/metrics").text
-        assert (
-            'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 4.0' in figures
-            and 'finished_reason="stop"' in figures
-        )
+        assert 'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 4.0' in figures
+        assert 'finished_reason="stop"' in figures
         assert not encoder.has_unfinished and s.api.pending == 0
 
 
@@ -624,7 +472,7 @@ def test_scores_ranks_and_classes(encoder):
     with serving(classifier(1)) as s:
         post = lambda path, **body: s.web.post(path, json=body)
         docs = ["a", "b", "c"]
-        want = [o.outputs.score for o in s.llm.score("q", docs, use_tqdm=False)]
+        want = scores(s.llm, "q", docs)
         for path, a, b in (
             ("/score", "text_1", "text_2"),
             ("/v1/score", "queries", "documents"),
@@ -632,33 +480,25 @@ def test_scores_ranks_and_classes(encoder):
             ("/score", "queries", "items"),
         ):
             close([d["score"] for d in post(path, **{a: "q", b: docs}).json()["data"]], want)
+        order = sorted(range(3), key=lambda i: -want[i])
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             r = post(path, query="q", documents=docs, top_n=2).json()
-            assert [d["index"] for d in r["results"]] == sorted(range(3), key=lambda i: -want[i])[
-                :2
-            ] and r["usage"]["total_tokens"] == 6
-            close([d["relevance_score"] for d in r["results"]], sorted(want)[:0:-1])
-        assert (
-            e := post("/v1/embeddings", input="a")
-        ).status_code == 400 and "has no task 'embed'" in e.json()["error"]["message"]
+            assert [d["index"] for d in r["results"]] == order[:2] and r["usage"][
+                "total_tokens"
+            ] == 6
+            close([d["relevance_score"] for d in r["results"]], [want[i] for i in order[:2]])
+        e = post("/v1/embeddings", input="a")
+        assert e.status_code == 400 and "has no task 'embed'" in e.json()["error"]["message"]
         assert post("/score", text_1=["a", "b"], text_2=docs).json()["error"]["param"] == "text_2"
     with serving(classifier()) as s:
         data = s.web.post("/classify", json=dict(input=TEXTS)).json()["data"]
         want = [o.outputs.probs for o in s.llm.classify(TEXTS, use_tqdm=False)]
         close([d["probs"] for d in data], want)
-        assert [(d["label"], d["num_classes"]) for d in data] == [
-            (f"LABEL_{np.argmax(p)}", 2) for p in want
-        ]
+        labels = [(f"LABEL_{np.argmax(p)}", 2) for p in want]
+        assert [(d["label"], d["num_classes"]) for d in data] == labels
     with serving(encoder) as s:  # the cosine of two vectors
-        close(
-            [
-                d["score"]
-                for d in s.web.post("/score", json=dict(text_1=TEXTS[0], text_2=TEXTS)).json()[
-                    "data"
-                ]
-            ],
-            [o.outputs.score for o in encoder.score(TEXTS[0], TEXTS, use_tqdm=False)],
-        )
+        data = s.web.post("/score", json=dict(text_1=TEXTS[0], text_2=TEXTS)).json()["data"]
+        close([d["score"] for d in data], scores(encoder, TEXTS[0], TEXTS))
         assert len(s.web.post("/pooling", json=dict(input="abc")).json()["data"][0]["data"]) == 32
 
 
@@ -667,12 +507,8 @@ def test_a_client_that_leaves_ends_all_its_texts(encoder):
         cancelled = encoder.stats().requests.get("cancelled", 0)
         encoder.start().pause()
         c = http.client.HTTPConnection(*s.url.removeprefix("http://").split(":"))
-        c.request(
-            "POST",
-            "/v1/embeddings",
-            json.dumps(dict(input=TEXTS * 4)),
-            {"Content-Type": "application/json"},
-        )
+        body, kind = json.dumps(dict(input=TEXTS * 4)), {"Content-Type": "application/json"}
+        c.request("POST", "/v1/embeddings", body, kind)
         until(lambda: encoder.groups and s.api.pending == 2)  # 20 texts take two places
         r = s.web.post("/v1/embeddings", json=dict(input="a"))
         assert r.status_code == 429 and r.headers["retry-after"]
@@ -682,13 +518,8 @@ def test_a_client_that_leaves_ends_all_its_texts(encoder):
         encoder.resume()
         until(lambda: not encoder.has_unfinished)
         assert encoder.stats().requests["cancelled"] == cancelled + 20
-        close(
-            [
-                d["embedding"]
-                for d in s.web.post("/v1/embeddings", json=dict(input=TEXTS)).json()["data"]
-            ],
-            vectors(encoder),
-        )
+        data = s.web.post("/v1/embeddings", json=dict(input=TEXTS)).json()["data"]
+        close([d["embedding"] for d in data], vectors(encoder))
 
 
 def test_a_batch_of_vectors(tmp_path, encoder):
@@ -701,39 +532,28 @@ def test_a_batch_of_vectors(tmp_path, encoder):
         ask(2, "/score", text_1="a", text_2="b"),
         ask(3, input=None),
     ]
-    store = BatchStore(tmp_path / "data")
-    with TestClient(
-        create_app(encoder, "tiny", batches=BatchRunner(store, encoder, "tiny")),
-        base_url="http://localhost",
-    ) as web:
-        file = web.post(
-            "/v1/files",
-            files=dict(file=("in.jsonl", "\n".join(map(json.dumps, lines)))),
-            data=dict(purpose="batch"),
-        ).json()["id"]
-        batch = web.post(
-            "/v1/batches",
-            json=dict(input_file_id=file, endpoint="/v1/embeddings", completion_window="24h"),
-        ).json()["id"]
-        until(lambda: web.get(f"/v1/batches/{batch}").json()["status"] in ENDED)
-        b = web.get(f"/v1/batches/{batch}").json()
-        assert b["status"] == "completed" and b["request_counts"] == dict(
-            total=4, completed=2, failed=2
-        )
-        read = lambda id: {
-            d["custom_id"]: d
-            for d in map(json.loads, web.get(f"/v1/files/{id}/content").text.splitlines())
-        }
-        good, bad = read(b["output_file_id"]), read(b["error_file_id"])
-        close([d["embedding"] for d in good["0"]["response"]["body"]["data"]], vectors(encoder))
-        close(
-            unpacked(good["1"]["response"]["body"]["data"][0]["embedding"]),
-            vectors(encoder, ["x"])[0],
-        )
-        assert {i: d["response"]["body"]["error"]["code"] for i, d in bad.items()} == {
-            "2": "invalid_url",
-            "3": "invalid_request",
-        }
+    batches = BatchRunner(BatchStore(tmp_path / "data"), encoder, "tiny")
+    app = create_app(encoder, "tiny", batches=batches)
+    with TestClient(app, base_url="http://localhost") as web:
+        content = dict(file=("in.jsonl", "\n".join(map(json.dumps, lines))))
+        file = web.post("/v1/files", files=content, data=dict(purpose="batch")).json()["id"]
+        how = dict(endpoint="/v1/embeddings", completion_window="24h")
+        batch = web.post("/v1/batches", json=dict(input_file_id=file, **how)).json()["id"]
+        state = lambda: web.get(f"/v1/batches/{batch}").json()
+        until(lambda: state()["status"] in ENDED)
+        b = state()
+        assert b["status"] == "completed"
+        assert b["request_counts"] == dict(total=4, completed=2, failed=2)
+
+        def bodies(file):
+            lines = web.get(f"/v1/files/{file}/content").text.splitlines()
+            return {d["custom_id"]: d["response"]["body"] for d in map(json.loads, lines)}
+
+        good, bad = bodies(b["output_file_id"]), bodies(b["error_file_id"])
+        close([d["embedding"] for d in good["0"]["data"]], vectors(encoder))
+        close([unpacked(good["1"]["data"][0]["embedding"])], vectors(encoder, ["x"]))
+        codes = {i: d["error"]["code"] for i, d in bad.items()}
+        assert codes == {"2": "invalid_url", "3": "invalid_request"}
 
 
 # elsewhere
@@ -744,21 +564,12 @@ def test_rows_of_ray_data(folder):
         return [x async for x in worker(batch)]
 
     worker = BatchLLM(embed=True, model=folder, prompt_column="text", compile=False)
-    [got] = asyncio.run(
-        answered(
-            dict(
-                text=np.array([*TEXTS, "z" * 200], dtype=object),
-                temperature=np.array(["hot"] * 6, dtype=object),
-            )
-        )
-    )
+    rows = dict(text=[*TEXTS, "z" * 200], temperature=["hot"] * 6)
+    rows = {name: np.array(column, dtype=object) for name, column in rows.items()}
+    [got] = asyncio.run(answered(rows))
     close([*got["embedding"][:5]], vectors(worker.queue.llm))
-    assert (
-        got["embedding"][5] is None
-        and "the model takes" in got["error"][5]
-        and got["error"][0] is None
-        and "generated_text" not in got
-    )
+    assert got["embedding"][5] is None and "the model takes" in got["error"][5]
+    assert got["error"][0] is None and "generated_text" not in got
     worker.queue.llm.stop()
 
 
@@ -766,59 +577,31 @@ def test_embed_by_a_worker_on_ray(tmp_path, folder, encoder, capfd, monkeypatch)
     pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    texts = [
-        *TEXTS,
-        *(f"text {'and more ' * (i % 7)}{i}" for i in range(40)),
-        "z" * 200,
-    ]  # the last is longer than the model takes
-    Path("in.txt").write_text("\n".join(texts))
-    args = [
-        "embed",
-        "-i",
-        "in.txt",
-        "-o",
-        "out.jsonl",
-        "--model",
-        folder,
-        "--ray",
-        "1",
-        "--ray-cpus",
-        "1",
-    ]
-    assert main(args) == 1 and "46 of 46 requests done, 1 failed" in (
-        said := capfd.readouterr().err
-    ), said
-    records = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    assert (
-        [r["line"] for r in records] == [*range(1, 47)]
-        and "the model takes" in records[-1]["error"]["message"]
-        and records[-1]["embedding"] is None
-    )
-    close([r["embedding"] for r in records[:-1]], vectors(encoder, texts[:-1]))
-    assert main([*args[:4], "more.jsonl", *args[5:-4]]) == 1 and [
-        json.loads(x)["embedding"] is None for x in Path("more.jsonl").read_text().splitlines()
-    ] == [False] * 45 + [True]
+    # the last is longer than the model takes
+    rows = [*TEXTS, *(f"text {'and more ' * (i % 7)}{i}" for i in range(40)), "z" * 200]
+    Path("in.txt").write_text("\n".join(rows))
+    files, model = ["embed", "-i", "in.txt", "-o"], ["--model", folder]
+    assert main([*files, "out.jsonl", *model, "--ray", "1", "--ray-cpus", "1"]) == 1
+    assert "46 of 46 requests done, 1 failed" in capfd.readouterr().err
+    *found, last = read("out.jsonl")
+    assert [r["line"] for r in found] == [*range(1, 46)] and last["line"] == 46
+    assert "the model takes" in last["error"]["message"] and last["embedding"] is None
+    close([r["embedding"] for r in found], vectors(encoder, rows[:-1]))
+    assert main([*files, "more.jsonl", *model]) == 1
+    assert [r["embedding"] is None for r in read("more.jsonl")] == [False] * 45 + [True]
 
 
 def test_verify_compares_vectors(encoder):
     pairs = [{"prompt": "a", "text_pair": t} for t in TEXTS]
-    outs = [
-        *classifier(1).encode(pairs, pooling_task="score", use_tqdm=False),
-        *classifier(1).score("q", TEXTS, use_tqdm=False),
-    ]
+    judge, how = classifier(1), dict(use_tqdm=False)
+    outs = [*judge.encode(pairs, pooling_task="score", **how), *judge.score("q", TEXTS, **how)]
     r = verify(classifier(1), outs, sample=None)
     assert r.ok and r.requests == 10 and not r.skipped
     mixed = encoder.embed(TEXTS, use_tqdm=False)
     assert verify(encoder, mixed, sample=None).ok
-    mixed[0].outputs, mixed[1].outputs = (
-        mixed[1].outputs,
-        mixed[0].outputs,
-    )  # two answers changed places
-    assert {d.request_id for d in verify(encoder, mixed, sample=None).bugs} == {
-        mixed[0].request_id,
-        mixed[1].request_id,
-    }
-    assert (
-        verify(encoder, encoder.score("a", "b", use_tqdm=False)).skipped[0][1]
-        == "it is the cosine of two vectors: give these"
-    )
+    one, other = mixed[:2]
+    one.outputs, other.outputs = other.outputs, one.outputs  # two answers changed places
+    bugs = {d.request_id for d in verify(encoder, mixed, sample=None).bugs}
+    assert bugs == {one.request_id, other.request_id}
+    [(_, why)] = verify(encoder, encoder.score("a", "b", **how)).skipped
+    assert "cosine of two vectors" in why

@@ -3,8 +3,6 @@
 import math, random
 
 import pytest, torch
-
-from helpers import same
 import torch.nn.functional as F
 from transformers import (
     AlbertConfig,
@@ -32,30 +30,18 @@ from batchlab.llm.pooled import (
 )
 from batchlab.llm.rectangle import SoloRunner
 from batchlab.models.tiny import tiny_adapter
+from helpers import ids, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = dict(
-    vocab_size=300,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=128,
-    max_position_embeddings=140,
-    pad_token_id=1,
+COMMON = dict(vocab_size=300, max_position_embeddings=140, pad_token_id=1)
+SMALL = COMMON | dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
 )
 CONFIGS = dict(
     bert=BertConfig(**SMALL),
     roberta=RobertaConfig(**SMALL),
     xlmr=XLMRobertaConfig(**SMALL),
-    distilbert=DistilBertConfig(
-        vocab_size=300,
-        dim=64,
-        n_layers=2,
-        n_heads=4,
-        hidden_dim=128,
-        max_position_embeddings=140,
-        pad_token_id=1,
-    ),
+    distilbert=DistilBertConfig(**COMMON, dim=64, n_layers=2, n_heads=4, hidden_dim=128),
     modernbert=ModernBertConfig(**SMALL, local_attention=16, global_attn_every_n_layers=2),
     mpnet=MPNetConfig(**SMALL),
     llama=LlamaConfig(**SMALL, num_key_value_heads=2),
@@ -64,23 +50,44 @@ CONFIGS = dict(
 
 def make(name, auto=AutoModel, seed=0, **more):
     torch.manual_seed(seed)
-    config = CONFIGS[name].__class__(
-        **{**CONFIGS[name].to_dict(), "initializer_range": 0.3, **more}
-    )
+    values = CONFIGS[name].to_dict() | dict(initializer_range=0.3) | more
+    config = type(CONFIGS[name])(**values)
     return auto.from_config(config).eval()
 
 
 def some_ids(n=14, most=120, seed=3):
     rng = random.Random(seed)
-    return [
-        [rng.randrange(2, 300) for _ in range(length)]
-        for length in [1, 2, 64, most, *(rng.randrange(3, most) for _ in range(n - 4))]
-    ]
+    lengths = [1, 2, 64, most, *(rng.randrange(3, most) for _ in range(n - 4))]
+    return [[rng.randrange(2, 300) for _ in range(length)] for length in lengths]
 
 
-def alone(model, ids):
+def alone(model, prompt):
+    "The model's own states of a prompt."
     with torch.inference_mode():
-        return model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        return model.base_model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+
+
+def logits(model, prompt, **more):
+    "What the model's own head says of a prompt."
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([prompt]), **more).logits[0]
+
+
+def vector(out):
+    return torch.tensor(out.outputs.embedding)
+
+
+def vectors(outs):
+    return [o.outputs.embedding for o in outs]
+
+
+def near(got, want, tolerance=1e-4, rtol=1e-3):
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=rtol)
+
+
+def drain(llm):
+    while llm.step():
+        pass
 
 
 @pytest.mark.parametrize("compile", [False, "auto"])
@@ -90,21 +97,13 @@ def test_vectors_are_those_of_the_model_alone(name, compile):
     llm = LLM(model, compile=compile, max_num_seqs=5, max_num_batched_tokens=130)
     how = (lambda x: x[-1]) if name == "llama" else (lambda x: x.mean(0))
     outs = llm.embed(prompts)
-    for ids, out in zip(prompts, outs):
-        want = F.normalize(how(alone(model, ids)), dim=-1)
-        assert F.cosine_similarity(torch.tensor(out.outputs.embedding), want, dim=0) > 0.99999, (
-            name,
-            len(ids),
-        )
-    assert (
-        type(outs[0]) is EmbeddingRequestOutput
-        and not llm.can_generate
-        and not any(o.error for o in outs)
-    )
-    if name == "mpnet":
-        assert llm.shapes is None and isinstance(
-            llm.engines["solo"].runner, SoloRunner
-        )  # it attends by code of its own
+    for prompt, out in zip(prompts, outs):
+        want = F.normalize(how(alone(model, prompt)), dim=-1)
+        assert F.cosine_similarity(vector(out), want, dim=0) > 0.99999, (name, len(prompt))
+    assert type(outs[0]) is EmbeddingRequestOutput and not llm.can_generate
+    assert not any(o.error for o in outs)
+    if name == "mpnet":  # it attends by code of its own
+        assert llm.shapes is None and isinstance(llm.engines["solo"].runner, SoloRunner)
     else:
         assert llm.shapes
 
@@ -115,25 +114,20 @@ def test_the_same_bits_alone_in_company_and_shuffled(name, compiler):
     if not compiler:
         pytest.skip("no kernels: needs a C++ compiler")
     assert llm.backend.batch_invariant, llm.backend
-    vectors = [o.outputs.embedding for o in llm.embed(prompts)]
+    want = vectors(llm.embed(prompts))
     order = random.Random(1).sample(range(20), 20)
-    assert [o.outputs.embedding for o in llm.embed([prompts[i] for i in order])] == [
-        vectors[i] for i in order
-    ]
-    assert [llm.embed([p])[0].outputs.embedding for p in prompts[:6]] == vectors[:6]
+    assert vectors(llm.embed([prompts[i] for i in order])) == [want[i] for i in order]
+    assert [vectors(llm.embed([p]))[0] for p in prompts[:6]] == want[:6]
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "modernbert", "llama"])
 def test_classes_are_those_of_the_models_own_head(name):
     model, prompts = make(name, AutoModelForSequenceClassification, num_labels=3), some_ids()
     llm = LLM(model, max_num_batched_tokens=150, max_num_seqs=8)
-    for ids, out, raw in zip(prompts, llm.classify(prompts), llm.reward(prompts)):
-        with torch.inference_mode():
-            want = model(input_ids=torch.tensor([ids])).logits[0]
-        torch.testing.assert_close(
-            torch.tensor(out.outputs.probs), want.softmax(-1), atol=2e-4, rtol=1e-3
-        )
-        torch.testing.assert_close(raw.outputs.data, want, atol=1e-3, rtol=1e-3)
+    for prompt, out, raw in zip(prompts, llm.classify(prompts), llm.reward(prompts)):
+        want = logits(model, prompt)
+        near(torch.tensor(out.outputs.probs), want.softmax(-1), 2e-4)
+        near(raw.outputs.data, want, 1e-3)
     with pytest.raises(ModelError, match="no task 'score'"):
         llm.score("a", "b")
     with pytest.raises(ModelError, match="no task 'embed'"):
@@ -143,67 +137,43 @@ def test_classes_are_those_of_the_models_own_head(name):
 def test_tokens_are_classified():
     model = make("bert", AutoModelForTokenClassification, num_labels=4)
     [out] = LLM(model).encode([[5, 6, 7]], pooling_task="token_classify")
-    with torch.inference_mode():
-        want = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0].softmax(-1)
-    torch.testing.assert_close(out.outputs.data, want, atol=1e-4, rtol=1e-3)
+    near(out.outputs.data, logits(model, [5, 6, 7]).softmax(-1))
 
 
 def test_a_cross_encoder_gets_the_types_of_a_pair():
     model = make("bert", AutoModelForSequenceClassification, num_labels=1)
-    llm, ids, types = LLM(model, max_num_seqs=3), [5, 9, 2, 31, 7, 8], [0, 0, 0, 1, 1, 1]
-    pairs = [{"prompt_token_ids": ids, "token_type_ids": types}, {"prompt_token_ids": ids}, [7, 8]]
-    got = [o.outputs.score for o in llm._pool("score", pairs, None, None, None, None)]
-    with torch.inference_mode():
-        want = [
-            model(input_ids=torch.tensor([i]), token_type_ids=torch.tensor([t]))
-            .logits.sigmoid()
-            .item()
-            for i, t in ((ids, types), (ids, [0] * 6), ([7, 8], [0, 0]))
-        ]
+    llm, prompt, types = LLM(model, max_num_seqs=3), [5, 9, 2, 31, 7, 8], [0, 0, 0, 1, 1, 1]
+    pair = {"prompt_token_ids": prompt, "token_type_ids": types}
+    asked = [pair, {"prompt_token_ids": prompt}, [7, 8]]
+    got = [o.outputs.score for o in llm._pool("score", asked, None, None, None, None)]
+    each = (prompt, types), (prompt, [0] * 6), ([7, 8], [0, 0])
+    want = [logits(model, p, token_type_ids=torch.tensor([t])).sigmoid().item() for p, t in each]
     assert got == pytest.approx(want, abs=1e-5) and abs(got[0] - got[1]) > 1e-4
-    [bad] = llm.encode(
-        [{"prompt_token_ids": ids, "token_type_ids": [0, 1]}], pooling_task="classify"
-    )
+    [bad] = llm.encode([pair | dict(token_type_ids=[0, 1])], pooling_task="classify")
     assert "token_type_ids" in bad.error and bad.refused
 
 
-def test_layers_and_positions():
-    for compile in (False, "auto"):
-        for name in ("bert", "modernbert", "llama"):
-            model, prompts = make(name), some_ids(8)
-            llm = LLM(model, compile=compile, max_num_seqs=4, max_num_batched_tokens=90)
-            outs = llm.encode(
-                prompts,
-                [
-                    dict(layers=[0, -1, 1]),
-                    dict(layers=[1], positions=[0, -1]),
-                    None,
-                    dict(positions=[-1]),
-                    *[dict(layers=[-1])] * 4,
-                ],
-            )
-            with torch.inference_mode():
-                for ids, out, take in zip(
-                    prompts,
-                    outs,
-                    [
-                        lambda h: h[[0, -1, 1]],
-                        lambda h: h[[1]][:, [0, -1]],
-                        lambda h: h[-1],
-                        lambda h: h[-1][[-1]],
-                        *[lambda h: h[[-1]]] * 4,
-                    ],
-                ):
-                    want = torch.stack(
-                        [
-                            h[0]
-                            for h in model(
-                                input_ids=torch.tensor([ids]), output_hidden_states=True
-                            ).hidden_states
-                        ]
-                    )
-                    assert type(out) is PoolingRequestOutput
-                    torch.testing.assert_close(out.outputs.data, take(want), atol=2e-3, rtol=2e-3)
+# Parameters, and what they take of the states `[layers, tokens, …]`.
+TAKEN = [
+    (dict(layers=[0, -1, 1]), lambda h: h[[0, -1, 1]]),
+    (dict(layers=[1], positions=[0, -1]), lambda h: h[[1]][:, [0, -1]]),
+    (None, lambda h: h[-1]),
+    (dict(positions=[-1]), lambda h: h[-1][[-1]]),
+    *[(dict(layers=[-1]), lambda h: h[[-1]])] * 4,
+]
+
+
+@pytest.mark.parametrize("compile", [False, "auto"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llama"])
+def test_layers_and_positions(name, compile):
+    model, prompts = make(name), some_ids(8)
+    llm = LLM(model, compile=compile, max_num_seqs=4, max_num_batched_tokens=90)
+    outs = llm.encode(prompts, [params for params, _ in TAKEN])
+    for prompt, out, (_, take) in zip(prompts, outs, TAKEN, strict=True):
+        with torch.inference_mode():
+            states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+        assert type(out) is PoolingRequestOutput
+        near(out.outputs.data, take(torch.stack([h[0] for h in states])), 2e-3, 2e-3)
     with pytest.raises(ParamError, match="no layer 3"):
         llm.encode([[5]], dict(layers=[3]))
     assert "no token 4" in llm.encode([[5, 6]], dict(positions=[4]))[0].error
@@ -220,155 +190,102 @@ def test_a_model_that_writes_embeds_too_with_its_prefix_cache(caplog):
     assert caplog.text.count("not trained") == 1
     for text, out in zip(texts, outs):
         want = F.normalize(alone(model, llm.tokenizer(text)["input_ids"])[-1], dim=-1)
-        torch.testing.assert_close(torch.tensor(out.outputs.embedding), want, atol=1e-4, rtol=1e-3)
-    mean = LLM(
-        model,
-        tiny_tokenizer(),
-        pooler_config=PoolerConfig("MEAN", False),
-        max_num_batched_tokens=70,
-        max_num_seqs=3,
-    )
+        near(vector(out), want)
+    how = dict(max_num_batched_tokens=70, max_num_seqs=3)
+    mean = LLM(model, tiny_tokenizer(), pooler_config=PoolerConfig("MEAN", False), **how)
     first, second = mean.embed(texts), mean.embed(texts)  # chunks differ, bits don't
-    alone_ = [mean.embed([t])[0].outputs.embedding for t in texts]
+    each = [vectors(mean.embed([t]))[0] for t in texts]
     for outs in (first, second):
-        assert same([o.outputs.embedding for o in outs], alone_, mean.backend)
-    torch.testing.assert_close(
-        torch.tensor(first[0].outputs.embedding),
-        alone(model, llm.tokenizer(texts[0])["input_ids"]).mean(0),
-        atol=1e-3,
-        rtol=1e-3,
-    )
+        assert same(vectors(outs), each, mean.backend)
+    near(vector(first[0]), alone(model, llm.tokenizer(texts[0])["input_ids"]).mean(0), 1e-3)
     [states] = llm.encode(said[:1])  # of a prompt and its answer
     assert len(states.outputs.data) == len(said[0].prompt_token_ids) + 4
 
 
 def test_requests_of_both_kinds_run_beside_each_other():
     llm, events = LLM(tiny_model("llama"), tiny_tokenizer()), []
+    both = dict(max_tokens=3, temperature=0), PoolingParams("embed")
     for i in range(4):
-        llm.add_request(
-            [5, 6, 7 + i],
-            PoolingParams("embed") if i % 2 else dict(max_tokens=3, temperature=0),
-            events.append,
-            request_id=f"r{i}",
-        )
+        llm.add_request([5, 6, 7 + i], both[i % 2], events.append, request_id=f"r{i}")
     llm.add_request([9] * 50, PoolingParams("embed"), events.append, request_id="gone")
     llm.cancel("gone")
-    while llm.step():
-        pass
+    drain(llm)
     outs = {e.request_id: e.output for e in events if e.finished}
-    assert [type(outs[f"r{i}"]).__name__ for i in range(4)] == [
-        "RequestOutput",
-        "EmbeddingRequestOutput",
-    ] * 2
+    kinds = [type(outs[f"r{i}"]).__name__ for i in range(4)]
+    assert kinds == ["RequestOutput", "EmbeddingRequestOutput"] * 2
     assert "cancelled" in outs["gone"].error and outs["gone"].outputs.embedding == []
     assert not llm.groups and len(outs["r1"].outputs.embedding) == 64
 
 
 def test_scores_are_cosines_and_forms_are_checked():
     llm = LLM(make("bert"), tiny_tokenizer())
-    one, many = llm.embed(["query", "a", "b"]), llm.score("query", ["a", "b", "a"])
-    vector = lambda o: torch.tensor(o.outputs.embedding)
-    assert [o.outputs.score for o in many] == pytest.approx(
-        [float(vector(one[0]) @ vector(one[i])) for i in (1, 2, 1)], abs=1e-6
-    )
-    assert len(llm.score(["a", "b"], ["c", "d"])) == 2 and llm.score("a", "a")[
-        0
-    ].outputs.score == pytest.approx(1)
+    query, *others = map(vector, llm.embed(["query", "a", "b", "a"]))
+    many = llm.score("query", ["a", "b", "a"])
+    want = [float(query @ other) for other in others]
+    assert [o.outputs.score for o in many] == pytest.approx(want, abs=1e-6)
+    assert len(llm.score(["a", "b"], ["c", "d"])) == 2
+    assert llm.score("a", "a")[0].outputs.score == pytest.approx(1)
     for wrong in ((["a", "b"], ["c"]), ([], ["c"])):
         with pytest.raises(PromptError, match="compare"):
             llm.score(*wrong)
-    long, fine = (
-        llm.score("x" * 200, ["a"]),
-        llm.score("x" * 200, ["a"], tokenization_kwargs=dict(truncate_prompt_tokens=-1)),
-    )
-    assert (
-        "truncate_prompt_tokens" in long[0].error
-        and math.isnan(long[0].outputs.score)
-        and not fine[0].error
-    )
+    cut = dict(tokenization_kwargs=dict(truncate_prompt_tokens=-1))
+    [long], [fine] = llm.score("x" * 200, ["a"]), llm.score("x" * 200, ["a"], **cut)
+    assert "truncate_prompt_tokens" in long.error and math.isnan(long.outputs.score)
+    assert not fine.error
 
 
 def test_params_and_results():
-    llm, ids = LLM(make("bert")), [[5, 6, 7], [8]]
-    [whole, _], [cut, _] = (
-        llm.embed(ids, pooling_params=PoolingParams(use_activation=False)),
-        llm.embed(ids, pooling_params=dict(dimensions=16)),
-    )
-    v = torch.tensor(whole.outputs.embedding)
-    torch.testing.assert_close(torch.tensor(cut.outputs.embedding), F.normalize(v[:16], dim=-1))
+    llm, prompts = LLM(make("bert")), [[5, 6, 7], [8]]
+    embed = lambda params=None, **more: llm.embed(prompts, pooling_params=params, **more)
+    [whole, _], [cut, _] = embed(PoolingParams(use_activation=False)), embed(dict(dimensions=16))
+    v = vector(whole)
+    torch.testing.assert_close(vector(cut), F.normalize(v[:16], dim=-1))
     assert cut.outputs.hidden_size == 16 and cut.num_tokens == 3 and not (v.norm() - 1).abs() < 1e-3
-    frame = llm.embed(ids).to_pandas() if pytest.importorskip("pandas") else None
+    frame = embed().to_pandas() if pytest.importorskip("pandas") else None
     assert [len(x) for x in frame.embedding] == [64, 64]
     for call, error, words in (
-        (
-            lambda: llm.embed(ids, pooling_params=dict(dimensions=65)),
-            ParamError,
-            "more than the 64",
-        ),
-        (lambda: llm.embed(ids, pooling_params=[None]), ParamError, "1 pooling"),
-        (
-            lambda: llm.embed(ids, pooling_params=PoolingParams("classify")),
-            ParamError,
-            "task 'embed'",
-        ),
-        (lambda: llm.generate(ids), ModelError, "writes no text"),
-        (lambda: llm.embed(ids, temperature=0), TypeError, "temperature"),
-        (lambda: llm.embed(ids, tokenization_kwargs=dict(padding=True)), ParamError, "padding"),
-        (lambda: llm.embed(ids, prompt_name="query"), ParamError, "no prompt"),
+        (lambda: embed(dict(dimensions=65)), ParamError, "more than the 64"),
+        (lambda: embed([None]), ParamError, "1 pooling"),
+        (lambda: embed(PoolingParams("classify")), ParamError, "task 'embed'"),
+        (lambda: llm.generate(prompts), ModelError, "writes no text"),
+        (lambda: embed(temperature=0), TypeError, "temperature"),
+        (lambda: embed(tokenization_kwargs=dict(padding=True)), ParamError, "padding"),
+        (lambda: embed(prompt_name="query"), ParamError, "no prompt"),
         (lambda: llm.embed(["text"]), ModelError, "tokenizer"),
     ):
         with pytest.raises(error, match=words):
             call()
     outs = llm.embed([[5], [999], [], {"prompt_token_ids": [5] * 141}])
-    assert (
-        [bool(o.error) for o in outs] == [False, True, True, True]
-        and "140" in outs[3].error
-        and outs[1].outputs.embedding == []
-    )
+    assert [bool(o.error) for o in outs] == [False, True, True, True]
+    assert "140" in outs[3].error and outs[1].outputs.embedding == []
     assert "vector" not in repr(outs) and "64 numbers" in repr(outs)
-    plan = llm.plan(ids, PoolingParams("embed"))
+    plan = llm.plan(prompts, PoolingParams("embed"))
     assert plan.prompt_tokens == 4 and plan.max_output_tokens == 0
 
 
 def test_texts_beyond_a_switch_of_rotations_change_nobody_else():
-    model = tiny_model(
-        "phi3",
-        seed=3,
-        max_position_embeddings=128,
-        original_max_position_embeddings=16,
-        rope_parameters=dict(
-            rope_type="longrope", rope_theta=10_000.0, short_factor=[1.0] * 8, long_factor=[8.0] * 8
-        ),
-    )
-    prompts = [
-        [7, 8, 9],
-        list(range(40, 52)),
-        list(range(60, 85)),
-        list(range(90, 130)),
-        list(range(5, 21)),
-    ]
+    rope = dict(short_factor=[1.0] * 8, long_factor=[8.0] * 8, rope_type="longrope")
+    how = dict(max_position_embeddings=128, original_max_position_embeddings=16)
+    rope |= dict(rope_theta=10_000.0)
+    model = tiny_model("phi3", seed=3, rope_parameters=rope, **how)
+    ends = (7, 10), (40, 52), (60, 85), (90, 130), (5, 21)
+    prompts = [list(range(*at)) for at in ends]
     for compile in (False, "auto"):
         llm = LLM(model, compile=compile)
-        for ids, out in zip(prompts, llm.embed(prompts)):
-            want = F.normalize(alone(model, ids)[-1], dim=-1)
-            torch.testing.assert_close(
-                torch.tensor(out.outputs.embedding), want, atol=1e-4, rtol=1e-3
-            )
+        for prompt, out in zip(prompts, llm.embed(prompts)):
+            near(vector(out), F.normalize(alone(model, prompt)[-1], dim=-1))
         assert {*llm.engines} == {"packed", "solo"}
 
 
 def test_texts_are_cut_where_their_own_params_say_so_and_ids_are_no_text():
     llm = LLM(make("bert"), tiny_tokenizer())
-    whole, cut, other = llm.embed(
-        ["x" * 200] * 2 + ["y"], pooling_params=[None, dict(truncate_prompt_tokens=-1), None]
-    )
-    assert (
-        "truncate_prompt_tokens" in whole.error
-        and len(cut.prompt_token_ids) == 140
-        and not other.error
-    )
-    ids, text = [60, 61], "[60, 61]"
-    assert [o.outputs.score < 0.999 for o in llm.score(text, [text, ids])] == [False, True]
+    params = [None, dict(truncate_prompt_tokens=-1), None]
+    whole, cut, other = llm.embed(["x" * 200] * 2 + ["y"], pooling_params=params)
+    assert "truncate_prompt_tokens" in whole.error and not other.error
+    assert len(cut.prompt_token_ids) == 140
+    as_text, as_ids = "[60, 61]", [60, 61]
+    scored = llm.score(as_text, [as_text, as_ids])
+    assert [o.outputs.score < 0.999 for o in scored] == [False, True]
 
 
 def test_a_result_does_not_hold_the_states_of_its_step():
@@ -378,16 +295,13 @@ def test_a_result_does_not_hold_the_states_of_its_step():
 
 
 def test_a_text_that_begins_again_is_pooled_once():
-    model, ids = tiny_model("llama", seed=2), [5 + i % 200 for i in range(150)]
+    model, prompt = tiny_model("llama", seed=2), [5 + i % 200 for i in range(150)]
     llm, events = LLM(model, tiny_tokenizer(), max_num_batched_tokens=70, max_num_seqs=3), []
-    llm.add_request(ids, PoolingParams("token_embed"), events.append)
+    llm.add_request(prompt, PoolingParams("token_embed"), events.append)
     llm.step()
     llm.engines["packed"].reset()  # its blocks are gone, as after an error of a step
-    while llm.step():
-        pass
-    torch.testing.assert_close(
-        events[-1].output.outputs.data, alone(model, ids), atol=1e-4, rtol=1e-3
-    )
+    drain(llm)
+    near(events[-1].output.outputs.data, alone(model, prompt))
 
 
 @pytest.mark.parametrize("pad", [7, None])
@@ -395,38 +309,25 @@ def test_a_classifier_that_writes_takes_the_last_token_that_is_no_padding(pad):
     model = make("llama", AutoModelForSequenceClassification, pad_token_id=pad, num_labels=1)
     for compile in (False, "auto"):
         llm = LLM(model, compile=compile)
-        for ids in ([5, 9, 7], [5, 9], [7], [5, 7, 9, 7, 7]):
-            with torch.inference_mode():
-                want = model(torch.tensor([ids])).logits[0].tolist()
-            assert llm.reward([ids])[0].outputs.data.tolist() == pytest.approx(want, abs=1e-4)
+        for prompt in ([5, 9, 7], [5, 9], [7], [5, 7, 9, 7, 7]):
+            near(llm.reward([prompt])[0].outputs.data, logits(model, prompt))
 
 
 def test_a_head_that_takes_more_than_states_is_refused():
-    model = AutoModelForSequenceClassification.from_config(
-        AlbertConfig(
-            vocab_size=300,
-            embedding_size=32,
-            hidden_size=64,
-            num_attention_heads=4,
-            intermediate_size=128,
-            num_labels=3,
-        )
-    )
+    sizes = dict(hidden_size=64, num_attention_heads=4, intermediate_size=128)
+    config = AlbertConfig(vocab_size=300, embedding_size=32, num_labels=3, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(UnsupportedModelError, match="another family, such as BERT"):
         LLM(model.eval())
 
 
 def test_settings_of_the_pooler_hold_for_all_tasks():
-    judge, ids = make("bert", AutoModelForSequenceClassification, num_labels=3), [5, 6, 7]
-    with torch.inference_mode():
-        logits = judge(torch.tensor([ids])).logits[0]
-    plain = LLM(judge, pooler_config=PoolerConfig(use_activation=False))
-    assert plain.classify([ids])[0].outputs.probs == pytest.approx(logits.tolist(), abs=1e-4)
-    asked = plain.classify([ids], pooling_params=PoolingParams(use_activation=True))[
-        0
-    ].outputs.probs
-    assert asked == pytest.approx(logits.softmax(-1).tolist(), abs=1e-4)
-    [states] = LLM(make("bert"), pooler_config=PoolerConfig(use_activation=True)).encode([ids])
+    judge, prompt = make("bert", AutoModelForSequenceClassification, num_labels=3), [5, 6, 7]
+    own, plain = logits(judge, prompt), LLM(judge, pooler_config=PoolerConfig(use_activation=False))
+    probs = lambda **more: torch.tensor(plain.classify([prompt], **more)[0].outputs.probs)
+    near(probs(), own)
+    near(probs(pooling_params=PoolingParams(use_activation=True)), own.softmax(-1))
+    [states] = LLM(make("bert"), pooler_config=PoolerConfig(use_activation=True)).encode([prompt])
     torch.testing.assert_close(states.outputs.data.norm(dim=-1), torch.ones(3))
     with pytest.raises(ParamError, match="pools by itself"):
         LLM(judge, pooler_config=dict(pooling_type="cls"))
@@ -437,9 +338,8 @@ def test_settings_of_the_pooler_hold_for_all_tasks():
     ):
         with pytest.raises(ParamError):
             wrong()
-    assert PoolingOutput(torch.empty(0)) != PoolingOutput(torch.tensor([0.7])) and PoolingOutput(
-        torch.ones(2)
-    ) == PoolingOutput(torch.ones(2))
+    assert PoolingOutput(torch.empty(0)) != PoolingOutput(torch.tensor([0.7]))
+    assert PoolingOutput(torch.ones(2)) == PoolingOutput(torch.ones(2))
 
 
 def test_every_way_to_a_vector_has_the_prompt_of_the_model():
@@ -448,9 +348,8 @@ def test_every_way_to_a_vector_has_the_prompt_of_the_model():
         dict(query="find: ", document="text: "),
         "text: ",
     )
-    by_hand = lambda t: (
-        llm.embed([{"prompt_token_ids": llm.tokenizer(t)["input_ids"]}])[0].outputs.embedding
-    )
+    tokens = lambda text: {"prompt_token_ids": llm.tokenizer(text)["input_ids"]}
+    by_hand = lambda text: llm.embed([tokens(text)])[0].outputs.embedding
     want, named = by_hand("text: one"), by_hand("find: one")
     whole, cut = PoolingParams("embed", raw=True), PoolingParams("embed", truncate_prompt_tokens=-1)
     for outs in (
@@ -468,13 +367,11 @@ def test_every_way_to_a_vector_has_the_prompt_of_the_model():
         llm.embed(["one", "two"], pooling_params=[dict(prompt_name="query"), None]),
     ):
         assert outs[0].outputs.embedding == named
-    score = F.cosine_similarity(
-        torch.tensor(want), torch.tensor(by_hand("text: two")), dim=0
-    ).item()
-    assert llm.score("one", "two")[0].outputs.score == pytest.approx(score, abs=1e-6)
-    assert llm.score("one", "two", pooling_params=PoolingParams("score"))[
-        0
-    ].outputs.score == pytest.approx(score, abs=1e-6)
+    one, two = torch.tensor(want), torch.tensor(by_hand("text: two"))
+    score = F.cosine_similarity(one, two, dim=0).item()
+    for more in ({}, dict(pooling_params=PoolingParams("score"))):
+        [out] = llm.score("one", "two", **more)
+        assert out.outputs.score == pytest.approx(score, abs=1e-6)
     with pytest.raises(ParamError, match="prompt_name is for vectors"):
         llm.encode("one", dict(prompt_name="query"), pooling_task="token_embed")
     with pytest.raises(ParamError, match="two texts"):
@@ -482,16 +379,11 @@ def test_every_way_to_a_vector_has_the_prompt_of_the_model():
 
 
 def test_a_loaded_cross_encoder_keeps_its_activation():
-    judge, ids = make("bert", AutoModelForSequenceClassification, num_labels=1), [5, 6, 7]
-    with torch.inference_mode():
-        logit = judge(torch.tensor([ids])).logits[0].item()
-    assert LLM(judge).encode([ids], pooling_task="score")[0].outputs.data.item() == pytest.approx(
-        1 / (1 + math.exp(-logit)), abs=1e-4
-    )
+    judge, prompt = make("bert", AutoModelForSequenceClassification, num_labels=1), [5, 6, 7]
+    logit = logits(judge, prompt)
+    near(LLM(judge).encode([prompt], pooling_task="score")[0].outputs.data, logit.sigmoid())
     judge.config.sentence_transformers = dict(activation_fn="torch.nn.modules.linear.Identity")
-    assert LLM(judge).encode([ids], pooling_task="score")[0].outputs.data.item() == pytest.approx(
-        logit, abs=1e-4
-    )
+    near(LLM(judge).encode([prompt], pooling_task="score")[0].outputs.data, logit)
 
 
 def test_types_of_tokens_that_a_model_lacks_are_one_prompts_error():
@@ -510,12 +402,9 @@ def test_a_decoder_for_vectors_takes_what_it_was_trained_for():
     llm = LLM(tiny_model("llama"), tiny_tokenizer())
     llm.pooler.trained, llm.pooler.limit = True, 10
     outs = llm.embed(["x" * 40, "x" * 4], pooling_params=[dict(truncate_prompt_tokens=-1), None])
-    assert (
-        len(outs[0].prompt_token_ids) == 10
-        and not outs[1].error
-        and "takes 10" in llm.embed("x" * 40)[0].error
-    )
-    assert llm.generate("x" * 40, dict(max_tokens=2))[0].outputs[0].token_ids
+    assert len(outs[0].prompt_token_ids) == 10 and not outs[1].error
+    assert "takes 10" in llm.embed("x" * 40)[0].error
+    assert ids(llm.generate("x" * 40, dict(max_tokens=2)))[0]
 
 
 def test_an_answer_is_read_by_the_adapter_that_wrote_it(tmp_path):
@@ -525,9 +414,8 @@ def test_an_answer_is_read_by_the_adapter_that_wrote_it(tmp_path):
     outs = [llm.generate("hi", dict(max_tokens=3), lora_request=who)[0] for who in ("a", None)]
     mine, base = (o.outputs.data for o in llm.encode(outs))
     again = [{"prompt_token_ids": [*o.prompt_token_ids, *o.outputs[0].token_ids]} for o in outs]
-    assert mine.equal(llm.encode(again[0], lora_request="a")[0].outputs.data) and base.equal(
-        llm.encode(again[1])[0].outputs.data
-    )
+    assert mine.equal(llm.encode(again[0], lora_request="a")[0].outputs.data)
+    assert base.equal(llm.encode(again[1])[0].outputs.data)
     assert not mine.equal(llm.encode(again[0])[0].outputs.data)
 
 
@@ -543,26 +431,23 @@ def test_texts_and_answers_share_one_engine_its_steps_and_its_blocks():
     model = tiny_model("llama", seed=2)
     prompts = [[5 + (i * j) % 200 for j in range(3 + 9 * i)] for i in range(6)]
     greedy = dict(temperature=0, max_tokens=6)
-    alone_texts = [LLM(model, tiny_tokenizer()).generate(p, greedy)[0] for p in prompts]
+    each = [LLM(model, tiny_tokenizer()).generate(p, greedy)[0] for p in prompts]
     llm, events, both = LLM(model, tiny_tokenizer(), max_num_batched_tokens=70), {}, []
-    llm.watchers.append(
-        lambda engine, event, x: (
-            event == "schedule" and both.append(len({type(row.request.task) for row in x.rows}))
-        )
-    )
+
+    def watch(engine, event, x):
+        if event == "schedule":
+            both.append(len({type(row.request.task) for row in x.rows}))
+
+    llm.watchers.append(watch)
     for i, p in enumerate(prompts):
         for kind, params in (("write", greedy), ("pool", PoolingParams("token_embed"))):
             note = lambda e, at=(kind, i): events.update({at: e.output})
             llm.add_request(p, params, note)
-    while llm.step():
-        pass
+    drain(llm)
     assert {*llm.engines} == {"packed"} and 2 in both
+    assert ids(events["write", i] for i in range(6)) == ids(each)
     for i, p in enumerate(prompts):
-        assert events["write", i].outputs[0].token_ids == alone_texts[i].outputs[0].token_ids
-        torch.testing.assert_close(
-            events["pool", i].outputs.data, alone(model, p), atol=1e-4, rtol=1e-3
-        )
+        near(events["pool", i].outputs.data, alone(model, p))
     again = llm.embed(prompts[-1])[0]  # what the answers left in the cache serves a vector
     assert again.num_cached_tokens == len(prompts[-1]) - 1
-    want = F.normalize(alone(model, prompts[-1])[-1], dim=-1)
-    torch.testing.assert_close(torch.tensor(again.outputs.embedding), want, atol=1e-4, rtol=1e-3)
+    near(vector(again), F.normalize(alone(model, prompts[-1])[-1], dim=-1))

@@ -6,70 +6,44 @@ import pytest, torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from batchlab.core.attention import TorchBackend
-from batchlab.fast.trial import kv_layout, layer_specs
-from batchlab.fast.trial import StateProbe, probe_rows, takes_types
-from batchlab.fast.trial import BackendOptions
+from batchlab.fast.trial import (
+    BackendOptions,
+    StateProbe,
+    kv_layout,
+    layer_specs,
+    probe_rows,
+    takes_types,
+)
 from batchlab.errors import Unavailable
 from batchlab.fast.backends import select_backend
 from batchlab.fast.fused import Fused, FusedBackend, fuse
-from batchlab.fast.kernels import attend_both_ways, layout_whole, load_kernels, whole_rows
+from batchlab.fast.kernels import attend_both_ways, layout_whole, whole_rows
 from batchlab.fast.layers import ENCODERS
-from batchlab.fast.native import DTYPES, find_compiler
+from batchlab.fast.native import DTYPES
 from batchlab.core.batch import pack_rows
-from batchlab.errors import CompileError
 from batchlab.models import tiny_model
 from batchlab.models.tiny import _init_tiny
 
-LENGTHS = [
-    1,
-    2,
-    5,
-    17,
-    64,
-    65,
-    130,
-    300,
-]  # enough for rows to go from layer to layer together, and for one that does not
+# enough for rows to go from layer to layer together, and for one that does not
+LENGTHS = [1, 2, 5, 17, 64, 65, 130, 300]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    try:
-        find_compiler()
-    except CompileError as e:
-        pytest.skip(str(e))
-    return load_kernels()
-
-
 def encoder(family, auto=AutoModel, **more):
     "A small encoder of that model type with random weights, for 300 ids, of which 1 is the padding."
-    sizes = dict(
-        dim=64,
-        hidden_size=64,
-        n_layers=3,
-        num_hidden_layers=3,
-        n_heads=4,
-        num_attention_heads=4,
-        hidden_dim=128,
-        intermediate_size=128,
+    own = dict(
+        electra=dict(embedding_size=48),
+        modernbert=dict(local_attention=16),
+        eurobert=dict(num_key_value_heads=2),
     )
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128)
+    sizes |= dict(dim=64, n_layers=3, n_heads=4, hidden_dim=128)  # of DistilBERT
+    usual = AutoConfig.for_model(family)
+    sizes = {k: v for k, v in sizes.items() if hasattr(usual, k)}
+    sizes |= dict(vocab_size=300, max_position_embeddings=400)
     special = dict(pad_token_id=1, bos_token_id=2, eos_token_id=2, cls_token_id=2, sep_token_id=2)
-    more = {
-        "electra": dict(embedding_size=48),
-        "modernbert": dict(local_attention=16),
-        "eurobert": dict(num_key_value_heads=2),
-    }.get(family, {}) | more
-    config = AutoConfig.for_model(family)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=300,
-        max_position_embeddings=400,
-        **special,
-        **{k: v for k, v in sizes.items() if hasattr(config, k)},
-        **more,
-    )
+    config = AutoConfig.for_model(family, **sizes, **special, **own.get(family, {}) | more)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)
@@ -82,29 +56,25 @@ def encoder(family, auto=AutoModel, **more):
 def texts(model, lengths=LENGTHS):
     "`(ids, token types)` of each text; some ids are the padding."
     rng = random.Random(0)
-    return [
-        (
-            [rng.choice([1, 7, 8, rng.randrange(259)]) for _ in range(n)],
-            [int(takes_types(model) and 2 * i > n) for i in range(n)],
-        )
-        for n in lengths
-    ]
+    draw = lambda: rng.choice([1, 7, 8, rng.randrange(259)])
+    types = lambda n: [int(takes_types(model) and 2 * i > n) for i in range(n)]
+    return [([draw() for _ in range(n)], types(n)) for n in lengths]
+
+
+def whole_texts(rows, tables, size, at=None, **more):
+    "The batch of a step that computes `rows` whole, with the states of the tokens `at`, or of all."
+    types = [t for _, of in rows for t in of]
+    at, how = range(len(types)) if at is None else at, dict(causal=False, hidden=True)
+    return pack_rows(
+        [(ids, 0) for ids, _ in rows], tables, size, at, token_types=types, **how, **more
+    )
 
 
 def states(backend, rows, size=0):
     "The hidden states of each of `rows` in one step: without blocks, or with blocks of `size` tokens, which nobody should need."
     need = [-(-len(ids) // size) if size else 0 for ids, _ in rows]
-    ends, types = [*itertools.accumulate(need)], [t for _, of in rows for t in of]
-    tables = [list(range(end - n, end)) for n, end in zip(need, ends)]
-    batch = pack_rows(
-        [(ids, 0) for ids, _ in rows],
-        tables,
-        size,
-        range(len(types)),
-        causal=False,
-        hidden=True,
-        token_types=types,
-    )
+    ends = [*itertools.accumulate(need)]
+    batch = whole_texts(rows, [list(range(end - n, end)) for n, end in zip(need, ends)], size)
     cache = backend.make_cache(max(1, ends[-1]))
     for t in cache.keys + cache.values:
         t.fill_(torch.nan)
@@ -113,16 +83,24 @@ def states(backend, rows, size=0):
 
 def own_states(model, rows):
     "The same by the model alone."
-    with torch.inference_mode():
-        return [
-            model.base_model(
-                input_ids=torch.tensor([ids]),
-                **(dict(token_type_ids=torch.tensor([types])) if takes_types(model) else {}),
-            )
-            .last_hidden_state[0]
-            .float()
-            for ids, types in rows
-        ]
+    found = []
+    for ids, types in rows:
+        told = dict(token_type_ids=torch.tensor([types])) if takes_types(model) else {}
+        with torch.inference_mode():
+            out = model.base_model(input_ids=torch.tensor([ids]), **told)
+        found.append(out.last_hidden_state[0].float())
+    return found
+
+
+def selected(model, specs=None, **more):
+    "What `select_backend` finds for an encoder, and the shapes of its layers."
+    shapes = [s.shape for s in specs or layer_specs(model, False, True)]
+    probe = StateProbe(model, probe_rows(model))
+    return select_backend(model, shapes, BackendOptions(probe=probe, specs=specs, **more)), shapes
+
+
+def equal(some, others):
+    return all(map(torch.equal, some, others))
 
 
 def off(got, want):
@@ -133,11 +111,9 @@ def off(got, want):
 def test_hidden_states_are_the_models_own_and_the_same_bits_in_any_company(kernels, family):
     model = encoder(family)
     specs = layer_specs(model, False, True)
-    shapes, rows = [s.shape for s in specs], texts(model)
+    rows = texts(model)
     want = own_states(model, rows)
-    backend = select_backend(
-        model, shapes, BackendOptions(probe=StateProbe(model, probe_rows(model)), specs=specs)
-    )
+    backend, shapes = selected(model, specs)
     assert backend.name == "fused" and backend.batch_invariant
     for dtype in DTYPES:
         if dtype == torch.bfloat16:
@@ -150,9 +126,7 @@ def test_hidden_states_are_the_models_own_and_the_same_bits_in_any_company(kerne
             assert off(whole, want) < max(0.03, 1.5 * rounded) < 0.1, (off(whole, want), rounded)
         alone = [states(backend, [row])[0] for row in rows]
         some = states(backend, rows[:1] + rows[:3:-1], size=64)
-        assert all(map(torch.equal, alone, whole)) and all(
-            map(torch.equal, some, whole[:1] + whole[:3:-1])
-        )
+        assert equal(alone, whole) and equal(some, whole[:1] + whole[:3:-1])
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
@@ -163,25 +137,15 @@ def test_some_tokens_some_layers_and_any_number_of_threads(kernels, family):
     whole, ids, types = torch.cat(states(backend, rows)), *zip(*rows)
 
     def run(at, **more):
-        batch = pack_rows(
-            [(x, 0) for x in ids],
-            [[]] * len(ids),
-            0,
-            at,
-            causal=False,
-            hidden=True,
-            token_types=sum(types, []),
-            **more,
-        )
+        batch = whole_texts(rows, [[]] * len(rows), 0, at, **more)
         return backend.execute(backend.make_cache(1), batch)
 
     firsts = [*itertools.accumulate(map(len, ids[:-1]), initial=0)]
     for at in (firsts, range(100, 700), [len(whole) - 1]):
         assert torch.equal(run(at), whole[[*at]])
     torch.set_num_threads(3)
-    assert torch.equal(run(range(len(whole))), whole) and torch.equal(
-        run(range(100, 700)), whole[100:700]
-    )
+    assert torch.equal(run(range(len(whole))), whole)
+    assert torch.equal(run(range(100, 700)), whole[100:700])
     torch.set_num_threads(1)
     some = run(firsts, layers=(0, 1, 3))
     told = dict(token_type_ids=torch.tensor([types[-1]])) if takes_types(model) else {}
@@ -195,31 +159,15 @@ def test_some_tokens_some_layers_and_any_number_of_threads(kernels, family):
 @pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "electra"])
 def test_weights_are_given_up_and_heads_stay(kernels, family):
     model, twin = (encoder(family, AutoModelForSequenceClassification) for _ in range(2))
-    rows, options = (
-        texts(model),
-        BackendOptions(probe=StateProbe(model, probe_rows(model)), own=True),
-    )
-    shapes, before = (
-        [s.shape for s in layer_specs(model, False, True)],
-        sum(p.nbytes for p in model.parameters()),
-    )
-    heads = [
-        m
-        for m in model.modules()
-        if type(m) is torch.nn.Linear and m.out_features == model.config.num_labels
-    ]
-    backend = select_backend(model, shapes, options)
-    assert (
-        backend.name == "fused"
-        and 0.98 * before < sum(p.nbytes for p in model.parameters()) + backend.nbytes <= before
-    )  # biases are no parameters then
-    assert all(
-        map(
-            torch.equal,
-            states(backend, rows),
-            states(FusedBackend(fuse(twin, kernels, shapes), shapes[:1]), rows),
-        )
-    )
+    rows, before = texts(model), sum(p.nbytes for p in model.parameters())
+    linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
+    heads = [m for m in linears if m.out_features == model.config.num_labels]
+    backend, shapes = selected(model, own=True)
+    assert backend.name == "fused"
+    held = sum(p.nbytes for p in model.parameters()) + backend.nbytes
+    assert 0.98 * before < held <= before  # biases are no parameters then
+    kept = FusedBackend(fuse(twin, kernels, shapes), shapes[:1])
+    assert equal(states(backend, rows), states(kept, rows))
     assert heads and all(m in [*model.modules()] for m in heads)
     ids = torch.tensor([rows[3][0]])
     with torch.inference_mode():
@@ -231,10 +179,7 @@ def test_weights_are_given_up_and_heads_stay(kernels, family):
 @pytest.mark.parametrize("family", ["xlm-roberta-xl", "roberta-prelayernorm"])
 def test_other_encoders_run_by_their_own_code(kernels, family):
     model = encoder(family)
-    rows, shapes = texts(model), [s.shape for s in layer_specs(model, False, True)]
-    backend = select_backend(
-        model, shapes, BackendOptions(probe=StateProbe(model, probe_rows(model)))
-    )
+    rows, (backend, _) = texts(model), selected(model)
     assert backend.name == "modules" and "family" in backend.why
     assert off(states(backend, rows), own_states(model, rows)) < 2e-5
 
@@ -248,9 +193,7 @@ def test_decoders_without_a_head_and_rows_that_see_both_ways(kernels):
     headless = select_backend(model.base_model, shapes, BackendOptions(probe=probe))
     assert probe.causal and headless.name == "fused"
     batch = pack_rows([([5], 0), ([6, 7, 8], 0)], [[0], [1]], 64, hidden=True)
-    assert torch.equal(
-        headless.execute(headless.make_cache(2), batch), both.execute(both.make_cache(2), batch)
-    )
+    assert equal(*[[b.execute(b.make_cache(2), batch)] for b in (headless, both)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -263,22 +206,18 @@ def test_attention_both_ways(kernels, dtype):
     lengths = [1, 3, 47, 48, 49, 63, 64, 65, 80, 127, 128, 129, 200, 257, 300]
     whole = pack_rows([([5] * n, 0) for n in lengths], [[]] * len(lengths), 0, causal=False)
     for H, KV, D, Dv in ((12, 12, 32, 32), (6, 2, 48, 16), (4, 4, 64, 64)):
-        qkv = noise(whole.num_tokens, H * D + KV * (D + Dv) + 5)[
-            :, 5:
-        ]  # as a product leaves them, side by side
-        q, k, v = (
-            t.unflatten(1, (n, -1))
-            for t, n in zip(qkv.split([H * D, KV * D, KV * Dv], 1), (H, KV, KV))
-        )
+        # as a product leaves them, side by side
+        qkv = noise(whole.num_tokens, H * D + KV * (D + Dv) + 5)[:, 5:]
+        parts = zip(qkv.split([H * D, KV * D, KV * Dv], 1), (H, KV, KV))
+        q, k, v = (t.unflatten(1, (n, -1)) for t, n in parts)
         for window, softcap in itertools.product((None, 1, 9, 65, 200), (None, 3.0)):
             z = layout_whole(q, KV, Dv, D**-0.5, window, softcap)
             got = kernels.attend_whole(z, q, k, v, whole_rows(whole))
-            assert (
-                got.float() - attend_both_ways(whole, q, k, v, D**-0.5, window, softcap)
-            ).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+            want = attend_both_ways(whole, q, k, v, D**-0.5, window, softcap)
+            near = 1e-5 if dtype == torch.float32 else 2e-2
+            assert (got.float() - want).abs().max() < near
             assert torch.equal(kernels.attend_whole(z, q, k, v, whole_rows(whole, 70)), got)
             for a, b in zip(whole.cu_seqlens, whole.cu_seqlens[1:]):
                 one = pack_rows([([5] * (b - a), 0)], [[]], 0, causal=False)
-                assert torch.equal(
-                    kernels.attend_whole(z, q[a:b], k[a:b], v[a:b], whole_rows(one)), got[a:b]
-                )
+                alone = kernels.attend_whole(z, q[a:b], k[a:b], v[a:b], whole_rows(one))
+                assert torch.equal(alone, got[a:b])

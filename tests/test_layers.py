@@ -11,57 +11,31 @@ from batchlab.fast import fused
 from batchlab.fast.experts import PackedExperts, describe_router
 from batchlab.fast.fused import Fused, FusedBackend, fuse
 from batchlab.fast.int8 import Int8Linear
-from batchlab.fast.kernels import load_kernels
 from batchlab.fast.layers import FAMILIES, Family, check_family, describe_layer
-from batchlab.fast.native import DTYPES, find_compiler
+from batchlab.fast.native import DTYPES
 from batchlab.fast.packed import PlainLinear
 from batchlab.core.batch import pack_rows
-from batchlab.errors import CompileError
 from batchlab.models import tiny_model
 
 MORE = {
     "ministral": dict(head_dim=16),
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16),
-    "dots1": dict(
-        num_local_experts=4, num_experts_per_tok=2, n_shared_experts=2, first_k_dense_replace=1
-    ),
+    "dots1": dict(num_local_experts=4, n_shared_experts=2, first_k_dense_replace=1)
+    | dict(num_experts_per_tok=2),
     "gemma2": dict(attn_implementation="eager"),
 }
-MIXTURES = [
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmoe",
-    "gpt_oss",
-    "granitemoe",
-    "glm4_moe",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "flex_olmo",
-    "dots1",
-    "hunyuan_v1_moe",
-    "solar_open",
-    "mellum",
-]
+MIXTURES = (
+    "mixtral qwen2_moe qwen3_moe olmoe gpt_oss granitemoe glm4_moe ernie4_5_moe exaone_moe flex_olmo dots1 hunyuan_v1_moe solar_open mellum"
+).split()
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    try:
-        find_compiler()
-    except CompileError as e:
-        pytest.skip(str(e))
-    return load_kernels()
-
-
 def tiny(family, **more):
     "A tiny model whose experts are not chosen by their scores alone, where the family has a correction of these."
-    model = tiny_model(
-        "gemma3" if family == "gemma3_text" else family, **MORE.get(family, {}) | more
-    )
+    name = "gemma3" if family == "gemma3_text" else family
+    model = tiny_model(name, **MORE.get(family, {}) | more)
     for name, t in [*model.named_buffers(), *model.named_parameters()]:
         if "correction_bias" in name:
             t.data.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
@@ -78,13 +52,19 @@ def three_steps(backend, size=259):
             t.fill_(torch.nan)
     for rows in ([(0, 0, 60), (1, 0, 23)], [(2, 0, 4), (0, 60, 9)], [(0, 69, 1), (2, 4, 1)]):
         rows.sort(key=lambda r: r[2] > 1)
-        batch = pack_rows(
-            [(ids[r][a : a + n], a) for r, a, n in rows],
-            [tables[r] for r, *_ in rows],
-            backend.block_size,
-        )
+        parts = [(ids[r][a : a + n], a) for r, a, n in rows]
+        batch = pack_rows(parts, [tables[r] for r, *_ in rows], backend.block_size)
         out.append(backend.execute(cache, batch))
     return torch.cat(out).float()
+
+
+def plain(model, shapes=None):
+    "The same by the model's own code."
+    return three_steps(TorchBackend(model, shapes or kv_layout(model)))
+
+
+def fused_steps(fused, shapes):
+    return three_steps(FusedBackend(fused, shapes))
 
 
 def off(got, want):
@@ -95,9 +75,7 @@ def agree(got, want, model):
     "Whether `got` is as near to the logits `want` of `model` as fp32 allows; in bf16, as near to those in fp32 as `want` is, or nearly."
     if model.dtype == torch.float32:
         return off(got, want) < 2e-5
-    exact = three_steps(
-        TorchBackend(copy.deepcopy(model).float(), kv_layout(copy.deepcopy(model).float()))
-    )
+    exact = plain(copy.deepcopy(model).float())
     return off(got, want) < 0.03 or off(got, exact) < 1.2 * off(want, exact)
 
 
@@ -106,7 +84,7 @@ def last_logits(backend, cuts, others=()):
     ids, at = [(7 * i) % 251 + 3 for i in range(80)], 0
     cache, tables = (
         backend.make_cache(2 + len(others)),
-        [[1, 0]] + [[2 + j] for j in range(len(others))],
+        [[1, 0], *([2 + j] for j in range(len(others)))],
     )
     for t in cache.keys + cache.values:
         t.fill_(torch.nan)
@@ -120,52 +98,54 @@ def last_logits(backend, cuts, others=()):
     return logits[[r[2] for r in rows].index(tables[0])]
 
 
+COMPANY = [5, 6, 7], [8] * 33, [9]
+
+
+def same_bits(backend, *more):
+    "Whether the last logits are the same bits however the sequence is cut and whatever is beside it, where that is promised."
+    whole, cuts = last_logits(backend, [80]), [([1] * 80, ()), ([79, 1], COMPANY), ([80], COMPANY)]
+    got = [last_logits(backend, *how) for how in (*cuts, *more)]
+    return not backend.batch_invariant or all(torch.equal(x, whole) for x in got)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_the_models_own_and_the_same_bits_in_any_company(kernels, family, dtype):
     model = tiny(family)
     shapes = kv_layout(model)  # of an fp32 model: in bf16 its own check may fail
     backend = FusedBackend(Fused(model.to(dtype), kernels), shapes)
-    want = three_steps(TorchBackend(model, shapes))
+    want = plain(model, shapes)
     assert agree(three_steps(backend), want, model)
-    assert agree(
-        three_steps(FusedBackend(Fused(model, kernels, linear=PlainLinear), shapes)), want, model
-    )
-    company, whole = [[5, 6, 7], [8] * 33, [9]], last_logits(backend, [80])
-    for cuts, others in (([7] * 11 + [3], ()), ([1] * 80, ()), ([79, 1], company), ([80], company)):
-        assert torch.equal(last_logits(backend, cuts, others), whole) or not backend.batch_invariant
+    assert agree(fused_steps(Fused(model, kernels, linear=PlainLinear), shapes), want, model)
+    assert same_bits(backend, ([7] * 11 + [3], ()))
+
+
+OTHERWISE = dict(
+    gpt_neox=[dict(use_parallel_residual=False), dict(attention_bias=False)],
+    gpt_bigcode=[dict(multi_query=False)],
+    qwen2_moe=[dict(mlp_only_layers=[0]), dict(norm_topk_prob=True)],
+    qwen3_moe=[
+        dict(decoder_sparse_step=2),
+        dict(norm_topk_prob=True),
+        dict(num_experts=40, num_local_experts=40, num_experts_per_tok=7),
+    ],
+    stablelm=[
+        dict(use_parallel_residual=True),
+        dict(qk_layernorm=True),
+        dict(use_parallel_residual=True, qk_layernorm=True, use_qkv_bias=True),
+    ],
+    nemotron=[dict(attention_bias=True, mlp_bias=True), dict(hidden_act="silu")],
+    phi=[dict(qk_layernorm=True)],
+)
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt_neox", "gpt_bigcode", "qwen2_moe", "qwen3_moe", "stablelm", "nemotron", "phi"]
+    "family, more", [(family, more) for family in OTHERWISE for more in OTHERWISE[family]], ids=str
 )
-def test_layers_that_a_config_builds_otherwise(kernels, family):
-    for more in dict(
-        gpt_neox=[dict(use_parallel_residual=False), dict(attention_bias=False)],
-        gpt_bigcode=[dict(multi_query=False)],
-        qwen2_moe=[dict(mlp_only_layers=[0]), dict(norm_topk_prob=True)],
-        qwen3_moe=[
-            dict(decoder_sparse_step=2),
-            dict(norm_topk_prob=True),
-            dict(num_experts=40, num_local_experts=40, num_experts_per_tok=7),
-        ],
-        stablelm=[
-            dict(use_parallel_residual=True),
-            dict(qk_layernorm=True),
-            dict(use_parallel_residual=True, qk_layernorm=True, use_qkv_bias=True),
-        ],
-        nemotron=[dict(attention_bias=True, mlp_bias=True), dict(hidden_act="silu")],
-        phi=[dict(qk_layernorm=True)],
-    )[family]:
-        model = tiny(family, **more)
-        shapes = kv_layout(model)
-        assert (
-            off(
-                three_steps(FusedBackend(fuse(model, kernels, shapes), shapes)),
-                three_steps(TorchBackend(model, shapes)),
-            )
-            < 2e-5
-        ), more
+def test_layers_that_a_config_builds_otherwise(kernels, family, more):
+    model = tiny(family, **more)
+    shapes = kv_layout(model)
+    assert off(fused_steps(fuse(model, kernels, shapes), shapes), plain(model, shapes)) < 2e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPES.values())
@@ -174,15 +154,10 @@ def test_mixtures_that_give_their_weights_up(kernels, family, dtype):
     assert family in FAMILIES
     model, twin = tiny(family).to(dtype), tiny(family).to(dtype)
     shapes, before = kv_layout(model), sum(p.nbytes for p in model.parameters())
-    want, plain = (
-        three_steps(FusedBackend(fuse(twin, kernels, shapes), shapes)),
-        three_steps(TorchBackend(twin, shapes)),
-    )
+    want, own = fused_steps(fuse(twin, kernels, shapes), shapes), plain(twin, shapes)
     fused = fuse(model, kernels, shapes, own=True)
-    assert torch.equal(three_steps(FusedBackend(fused, shapes)), want)
-    assert agree(
-        three_steps(TorchBackend(model, shapes)), plain, twin
-    )  # its own code, on packed weights
+    assert torch.equal(fused_steps(fused, shapes), want)
+    assert agree(plain(model, shapes), own, twin)  # its own code, on packed weights
     routers = sum(x.router.nbytes for x in fused.experts if x)
     assert sum(p.nbytes for p in model.parameters()) + fused.nbytes <= before + routers
 
@@ -191,13 +166,11 @@ def test_mixtures_that_give_their_weights_up(kernels, family, dtype):
 def test_weights_are_gone_once_they_are_packed(kernels, family, monkeypatch):
     model, left = tiny(family, num_hidden_layers=4), []
     shapes = kv_layout(model)
+    stay = "embed", "lm_head", "wte", "wpe", "gate.", "router."
     big = [
         weakref.ref(p.untyped_storage())
         for name, p in model.named_parameters()
-        if p.ndim > 1
-        and "embed" not in name
-        and "lm_head" not in name
-        and not any(w in name for w in ("wte", "wpe", "gate.", "router."))
+        if p.ndim > 1 and not any(w in name for w in stay)
     ]
     assert len(big) >= 16
 
@@ -216,22 +189,16 @@ def test_in_int8(kernels, family):
     shapes = kv_layout(model)
     backend = FusedBackend(fuse(model, kernels, shapes, own=True, linear=Int8Linear), shapes)
     got = three_steps(backend)
-    near = off(
-        got, three_steps(TorchBackend(model, shapes))
-    )  # the same bytes, by the model's own code
-    assert near < 0.05 and near < off(got, three_steps(TorchBackend(twin, shapes)))
-    company, whole = [[5, 6, 7], [8] * 33], last_logits(backend, [80])
-    for cuts, others in (([1] * 80, ()), ([79, 1], company), ([80], company)):
-        assert torch.equal(last_logits(backend, cuts, others), whole) or not backend.batch_invariant
+    near = off(got, plain(model, shapes))  # the same bytes, by the model's own code
+    assert near < 0.05 and near < off(got, plain(twin, shapes))
+    assert same_bits(backend)
 
 
 def test_experts_of_many_rows_and_threads(kernels):
     model = tiny("qwen3_moe", num_experts=24, num_experts_per_tok=3)
     shapes = kv_layout(model)
-    backend, ids = (
-        FusedBackend(Fused(model, kernels), shapes),
-        [(11 * i) % 250 + 3 for i in range(600)],
-    )
+    backend = FusedBackend(Fused(model, kernels), shapes)
+    ids = [(11 * i) % 250 + 3 for i in range(600)]
 
     def logits(threads):
         torch.set_num_threads(threads)

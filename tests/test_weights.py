@@ -11,15 +11,18 @@ from batchlab import LLM, SamplingParams
 from batchlab.llm.config import model_state
 from batchlab.errors import EngineError
 from batchlab.models.tiny import TINY_ARCHS, tiny_model, tiny_tokenizer
+from helpers import greedy, need_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = tiny_tokenizer()
 PROMPT = "shared beginning of some length, " * 5
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = greedy(8)
 
 
 def ids(llm):
-    return [*llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids]
+    "The tokens of the answer, or why there is none."
+    [out] = llm.generate([PROMPT], GREEDY)
+    return out.error or [*out.outputs[0].token_ids]
 
 
 def fresh(model, **how):
@@ -35,10 +38,8 @@ def need_kernels():
 def others(model, scale=1.0):
     "Weights for `model` that give other tokens."
     g = torch.Generator().manual_seed(9)
-    return {
-        k: p.detach() + scale * torch.randn(p.shape, generator=g) * p.detach().std()
-        for k, p in model.named_parameters()
-    }
+    noise = lambda p: torch.randn(p.shape, generator=g) * p.std()
+    return {k: p.detach() + scale * noise(p.detach()) for k, p in model.named_parameters()}
 
 
 def each(write):
@@ -180,12 +181,8 @@ class Adapter(nn.Module):
         super().__init__()
         self.base_layer, self._disable_adapters, self._active_adapter = base, False, ["a"]
         g = torch.Generator().manual_seed(3)
-        self.lora = nn.ParameterDict(
-            {
-                n: nn.Parameter(torch.randn(base.out_features, base.in_features, generator=g))
-                for n in "ab"
-            }
-        )
+        part = lambda: nn.Parameter(torch.randn(base.out_features, base.in_features, generator=g))
+        self.lora = nn.ParameterDict({n: part() for n in "ab"})
         self.scaling = dict(a=1.0, b=1.0)
 
     def forward(self, x):
@@ -200,9 +197,8 @@ class Adapter(nn.Module):
 def test_switches_of_adapters_inside_of_the_model():
     model = tiny_model("llama")
     plain = ids(fresh(model))
-    model.model.layers[1].self_attn.q_proj = adapter = Adapter(
-        model.model.layers[1].self_attn.q_proj
-    )
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = adapter = Adapter(attention.q_proj)
     llm = LLM(model, TOKENIZER)
     on = ids(llm)
     adapter._disable_adapters = True
@@ -218,20 +214,17 @@ def test_switches_of_adapters_inside_of_the_model():
 @pytest.mark.parametrize("compile", ["auto", False])
 def test_hooks_set_and_removed(compile):
     model, seen = tiny_model("llama"), []
-    llm = LLM(model, TOKENIZER, compile=compile)
+    llm, layer = LLM(model, TOKENIZER, compile=compile), model.model.layers[0]
     before, name = ids(llm), llm.backend.name
-    hook = model.model.layers[0].register_forward_hook(
-        lambda m, i, o: (-o[0], *o[1:]) if isinstance(o, tuple) else -o
-    )
+    turn = lambda m, i, o: (-o[0], *o[1:]) if isinstance(o, tuple) else -o
+    hook = layer.register_forward_hook(turn)
     assert ids(llm) == ids(fresh(model, compile=compile)) != before
     hook.remove()
     assert ids(llm) == before and llm.backend.name == name
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(
-        lambda m, args: seen.append(args[0].shape)
-    )
+    hook = layer.mlp.register_forward_pre_hook(lambda m, args: seen.append(args[0].shape))
     assert ids(llm) == before and seen  # one that looks on is called, though nothing else changes
     hook.remove()
-    model.model.layers[0].mlp.forward = lambda x: torch.zeros_like(x)
+    layer.mlp.forward = lambda x: torch.zeros_like(x)
     assert ids(llm) == ids(fresh(model, compile=compile)) != before
 
 
@@ -253,16 +246,13 @@ def test_what_no_call_can_notice_and_the_one_that_makes_it_right():
 def test_the_config_of_generation_and_a_switch_of_training():
     model = tiny_model("llama")
     llm = LLM(model, TOKENIZER)
-    first = (
-        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].token_ids
-    )
-    held = llm.backend
+    ask = lambda: llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0]
+    first, held = list(ask().outputs[0].token_ids), llm.backend
     model.generation_config.eos_token_id = [2, first[3]]
     model.train()
-    out = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0]
-    assert (
-        list(out.outputs[0].token_ids) == list(first[:4]) and out.outputs[0].finish_reason == "stop"
-    )
+    out = ask()
+    c = out.outputs[0]
+    assert (list(c.token_ids), c.finish_reason) == (first[:4], "stop")
     assert llm.backend is held and out.num_cached_tokens and model.training
 
 
@@ -280,8 +270,8 @@ def test_a_model_loaded_by_its_name(how, tmp_path):
     before = ids(llm)
     llm.model.model.norm.weight.data.mul_(-1)
     if llm.backend.nbytes:
-        out = llm.generate([PROMPT], GREEDY)[0]
-        assert "weights of llm.model changed" in out.error and "llm.reload_weights()" in out.error
+        said = ids(llm)
+        assert "weights of llm.model changed" in said and "llm.reload_weights()" in said
     else:
         assert ids(llm) != before
     llm.reload_weights()
@@ -300,27 +290,17 @@ def test_a_model_that_can_not_run_any_more_says_so_until_it_can():
     before = ids(llm)
     hook = model.lm_head.register_forward_hook(lambda m, i, o: -o)
     for _ in range(2):
-        assert ids_or_error(llm)
+        assert ids(llm)
     hook.remove()
     assert ids(llm) == before
-
-
-def ids_or_error(llm):
-    out = llm.generate([PROMPT], GREEDY)[0]
-    return out.error or [*out.outputs[0].token_ids]
 
 
 @pytest.mark.parametrize("arch", [*TINY_ARCHS, "dynamic"])
 def test_running_a_model_is_no_change(arch):
     "Whatever its modules write into themselves as they run: else each call would begin by packing all weights."
-    if arch == "dynamic":
-        model = tiny_model(
-            "llama",
-            rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4),
-            max_position_embeddings=32,
-        )
-    else:
-        model = tiny_model(arch)
+    rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    dynamic = dict(rope_parameters=rope, max_position_embeddings=32)
+    model = tiny_model("llama", **dynamic) if arch == "dynamic" else tiny_model(arch)
     llm = LLM(model, TOKENIZER, compile=False)
     before = model_state(model)
     llm.generate([[5] * n for n in (3, 20)], SamplingParams(max_tokens=2))
@@ -331,18 +311,9 @@ def test_verify_holds_the_kernels_to_their_promise(monkeypatch):
     "In bf16 transformers rounds otherwise. That is no near-tie where the engine alone gives the same bits, and a bug where it does not."
     torch.manual_seed(1)
     llm = LLM(tiny_model("llama").bfloat16(), TOKENIZER)
-    if not llm.backend.batch_invariant:
-        pytest.skip(
-            f"no kernels: {llm.backend.why}"
-            if llm.backend.why
-            else "the processor's matrix unit rounds by itself"
-        )
+    need_same_bits(llm.backend)
     llm.generate(["before"], GREEDY)
-    outs = llm.generate(
-        ["hello " * n for n in range(1, 10)],
-        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
-        verify=True,
-    )
+    outs = llm.generate(["hello " * n for n in range(1, 10)], greedy(16), verify=True)
     assert outs.report is llm.report and outs.report.divergences == [] and outs.report.requests == 8
     assert f"verified: {outs.report.headline}" in repr(outs) and "verified: " in outs._repr_html_()
     verify = importlib.import_module("batchlab.tasks.verify")
@@ -351,26 +322,15 @@ def test_verify_holds_the_kernels_to_their_promise(monkeypatch):
         "A near-tie of transformers' at the second token of each answer, or a bug."
 
         def check(llm, out, completion, tolerance=None):
-            return [
-                verify.Divergence(
-                    out.request_id,
-                    0,
-                    1,
-                    9,
-                    completion.token_ids[1],
-                    7,
-                    0.0,
-                    0.5 if kind == "tie" else -1.0,
-                )
-            ]
+            got, gap = completion.token_ids[1], 0.5 if kind == "tie" else -1.0
+            return [verify.Divergence(out.request_id, 0, 1, 9, got, 7, 0.0, gap)]
 
         monkeypatch.setattr(verify, "check_answer", check)
         return llm.verify(outs, sample=None)
 
     report = shown_as("tie")
-    assert (
-        report.ok and not report.divergences and [d.number for d in report.rounded] == [*range(9)]
-    )
+    assert report.ok and not report.divergences
+    assert [d.number for d in report.rounded] == [*range(9)]
     assert "all equal" in report.headline and "9 near-ties" in report.headline
     assert len(shown_as("bug").bugs) == 9
     outs[4].outputs[0].token_ids[3] += 1  # what it gives alone is another token

@@ -6,7 +6,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import book
 
-ROOT = Path(__file__).resolve().parents[2]
+from book import ROOT
+
 LIB = ROOT / "batchlab"
 HIDDEN = re.compile(r"^#\s*\|\s*(hide|default_exp)\b", re.M)
 EXPORT, DEFAULT = (
@@ -35,14 +36,7 @@ def notebooks():
     return sorted(book.chapters(), key=lambda p: (p.stem != TASKS, p.stem))
 
 
-@functools.cache
-def load(path):
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def cells(path, kind):
-    "Sources of the cells of a kind."
-    return ["".join(c["source"]) for c in load(path)["cells"] if c["cell_type"] == kind]
+load, cells = functools.cache(book.read), functools.cache(book.cells)
 
 
 def module_of(path):
@@ -361,7 +355,7 @@ def chapter(path):
     "A notebook for the site: hidden cells and directives out, exported cells marked, answers and imports folded, links as they are here."
     nb, module, out = load(path), module_of(path), []
     for i, cell in enumerate(nb["cells"]):
-        source, cell = "".join(cell["source"]), dict(cell, metadata={})
+        source, cell = cell["source"], dict(cell, metadata={})
         if cell["cell_type"] == "code":
             if HIDDEN.search(source):
                 continue

@@ -19,21 +19,11 @@ import torch
 from torch.utils.benchmark import Timer
 
 import batchlab.core.engine
+from .. import bench
 from ..jobs.advice import advise, conclusions, try_int8
 from ..core.attention import PackedStep
 from ..fast.native import PARTS
-from batchlab.bench import (
-    Measured,
-    PeerProcess,
-    Setup,
-    Workload,
-    markdown,
-    peak_bytes,
-    peer_env,
-    peers,
-    play,
-    worker_text,
-)
+from . import Measured, Setup, Workload, markdown
 from ..errors import JobError
 from ..api import LLM
 from ..core.params import SamplingParams
@@ -52,24 +42,30 @@ class Clock:
     def __init__(self) -> None:
         self.seconds, self.inside = defaultdict[str, float](float), set[str]()
 
+    @contextlib.contextmanager
+    def running(self, label: str) -> Iterator[None]:
+        "What runs inside counts for `label`, unless that runs already."
+        if label in self.inside:
+            yield
+            return
+        self.inside.add(label)
+        begin = time.perf_counter()
+        try:
+            yield
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        finally:
+            self.seconds[label] += time.perf_counter() - begin
+            self.inside.remove(label)
+
     def watch(self, obj: object, name: str, label: str) -> contextlib.AbstractContextManager:
         """A context in which calls of method `name` of `obj`, an object or a class, count for
         `label`."""
         call = getattr(obj, name)
 
         def timed(*args, **kwargs):
-            if label in self.inside:
+            with self.running(label):
                 return call(*args, **kwargs)
-            self.inside.add(label)
-            begin = time.perf_counter()
-            try:
-                out = call(*args, **kwargs)
-                if torch.cuda.is_initialized():
-                    torch.cuda.synchronize()
-                return out
-            finally:
-                self.seconds[label] += time.perf_counter() - begin
-                self.inside.remove(label)
 
         return mock.patch.object(obj, name, timed)
 
@@ -77,52 +73,49 @@ class Clock:
 def linear_classes(llm: LLM) -> set[type]:
     """The classes of all linear layers in what `llm` runs: the model's own, and those that its
     fused pass has instead."""
-    own, fused = (
-        {
-            type(m)
-            for m in llm.model.modules()
-            if re.search("linear|conv1d", type(m).__name__, re.I)
-        },
-        getattr(llm.backend, "fused", None),
-    )
-    return own | ({type(m) for layer in fused.modules for m in layer} if fused else set())
+    kinds = {type(m) for m in llm.model.modules()}
+    own = {kind for kind in kinds if re.search("linear|conv1d", kind.__name__, re.I)}
+    fused = getattr(llm.backend, "fused", None)
+    return own | {type(m) for layer in (fused.modules if fused else ()) for m in layer}
+
+
+def parts_of(llm: LLM) -> Iterator[tuple[str, object, str]]:
+    "Yield `(label, object, method)` of what makes up a step of `llm`."
+    yield "sampling", batchlab.core.engine, "take_rows"
+    for cls in (PackedStep, *PackedStep.__subclasses__()):
+        for name in vars(cls).keys() & {"attention", "run"}:
+            yield "attention", cls, name
+    fused = getattr(llm.backend, "fused", None)
+    if fused:
+        yield "forward", type(fused.kernels), "run"
+    else:
+        yield "forward", type(llm.model), "forward"
+    for cls in linear_classes(llm):
+        yield "linears", cls, "forward"
+        if fused:
+            yield "forward", cls, "forward"
+
+
+OF_LINEARS = (1, 3, 5, 7, 8, 9, 11)  # parts of a fused pass; those of experts last
 
 
 @contextlib.contextmanager
 def watched(llm: LLM) -> Iterator[Clock]:
     "The parts of every step of `llm`, which has run before, in a `Clock`."
     clock, fused = Clock(), getattr(llm.backend, "fused", None)
-    attention = [
-        (cls, name)
-        for cls in (PackedStep, *PackedStep.__subclasses__())
-        for name in ("attention", "run")
-        if name in vars(cls)
-    ]
-    linears = [(cls, "forward") for cls in linear_classes(llm)]
-    parts = dict(
-        linears=linears,
-        attention=attention,
-        sampling=[(batchlab.core.engine, "take_rows")],
-        forward=[(type(fused.kernels), "run"), *linears]
-        if fused
-        else [(type(llm.model), "forward")],
-    )
     with contextlib.ExitStack() as stack:
-        for label, methods in parts.items():
-            for obj, name in methods:
-                stack.enter_context(clock.watch(obj, name, label))
-        if fused:
-            fused.seconds = torch.zeros(PARTS, dtype=torch.float64)
+        for label, obj, name in parts_of(llm):
+            stack.enter_context(clock.watch(obj, name, label))
+        if not fused:
+            yield clock
+            return
+        fused.seconds = torch.zeros(PARTS, dtype=torch.float64)
         try:
             yield clock
         finally:
-            if fused:
-                spent = fused.seconds.tolist()
-                clock.seconds["attention"] = spent[2]
-                clock.seconds["linears"] += sum(
-                    spent[i] for i in (1, 3, 5, 7, 8, 9, 11)
-                )  # those of experts last
-                fused.seconds = None
+            spent, fused.seconds = fused.seconds.tolist(), None
+            clock.seconds["attention"] = spent[2]
+            clock.seconds["linears"] += sum(spent[i] for i in OF_LINEARS)
 
 # %% ../../nbs/9_bench/61_profile.ipynb #6c0d6de2
 def _exactly(max_tokens: int) -> SamplingParams:
@@ -133,40 +126,31 @@ def profile(llm: LLM, w: Workload, warm: Workload | None = None) -> tuple[dict[s
     """Seconds of `w` in `llm` by part, `{'linears', 'attention', 'small ops', 'sampling',
     'bookkeeping'}`, and its steps."""
 
-    def run(w: Workload) -> tuple[float, int]:
-        before, begin = llm.stats().steps, time.perf_counter()
+    def run(w: Workload) -> None:
         llm.generate(w.prompts, [*map(_exactly, w.max_tokens)], use_tqdm=False)
-        return time.perf_counter() - begin, llm.stats().steps - before
 
     run(warm or w)
     llm.reset_prefix_cache()
-    with watched(llm) as clock:
-        total, steps = run(w)
-    linears, attention, forward, sampling = (
-        clock.seconds[n] for n in ("linears", "attention", "forward", "sampling")
-    )
-    return {
-        "linears": linears,
-        "attention": attention,
-        "small ops": forward - linears - attention,
-        "sampling": sampling,
-        "bookkeeping": total - forward - sampling,
-    }, steps
+    before = llm.stats().steps
+    with watched(llm) as clock, clock.running("all"):
+        run(w)
+    spent = clock.seconds
+    small = spent["forward"] - spent["linears"] - spent["attention"]
+    rest = spent["all"] - spent["forward"] - spent["sampling"]
+    parts = dict(linears=spent["linears"], attention=spent["attention"])
+    parts |= {"small ops": small, "sampling": spent["sampling"], "bookkeeping": rest}
+    return parts, llm.stats().steps - before
 
 # %% ../../nbs/9_bench/61_profile.ipynb #66812325
 def profile_table(rows: Mapping[str, tuple[dict[str, float], int]]) -> str:
     "Milliseconds a step and shares as a Markdown table, from `{workload: (parts, steps)}`."
-
-    def row(name: str, parts: dict[str, float], steps: int) -> dict[str, str]:
+    table = []
+    for name, (parts, steps) in rows.items():
         total = sum(parts.values())
+        row = {"ms a step": name, "steps": f"{steps:,}", "all": f"{1e3 * total / steps:.1f}"}
         each = {part: f"{1e3 * x / steps:.2f} ({x / total:.0%})" for part, x in parts.items()}
-        return {
-            "ms a step": name,
-            "steps": f"{steps:,}",
-            "all": f"{1e3 * total / steps:.1f}",
-        } | each
-
-    return markdown([row(name, *found) for name, found in rows.items()])
+        table.append(row | each)
+    return markdown(table)
 
 
 def own_llm(s: Setup) -> LLM:
@@ -181,7 +165,7 @@ def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
         s.say(f"{name} …")
         yield name, s.make(name)
 
-
+# %% ../../nbs/9_bench/61_profile.ipynb #66812326
 def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
     """The first requests of file `path`, at `most` so many, as a `Workload` for `llm`. Raises
     `JobError`."""
@@ -196,35 +180,27 @@ def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
             f"{path}: none of the first {most} lines is a request that this model answers; "
             "batchlab plan says why"
         )
-    return Workload(
-        Path(path).name,
-        [r.prompt_ids for r in found],
-        [r.max_tokens for r in found],
-        llm.limits.max_num_seqs,
-    )
+    prompts, tokens = [r.prompt_ids for r in found], [r.max_tokens for r in found]
+    return Workload(Path(path).name, prompts, tokens, llm.limits.max_num_seqs)
 
 
 def run_profile(s: Setup) -> Measured:
     "The table of a step's parts, what it says, and the report."
-    llm, spell = own_llm(s), s.args.spell
+    llm, spell, requests = own_llm(s), s.args.spell, 64
     if s.args.input:
         own = requests_of(llm, s.args.input, max(1, round(64 * s.args.scale)))
-        few = Workload(
-            "warm", own.prompts[:4], [min(4, n) for n in own.max_tokens[:4]], own.max_num_seqs
-        )
-        rows, requests = {own.name: profile(llm, own, few)}, len(own.prompts)
+        few = [min(4, n) for n in own.max_tokens[:4]]
+        rows = {own.name: profile(llm, own, Workload("warm", own.prompts[:4], few, 4))}
+        requests = len(own.prompts)
     else:
         rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
-        requests = 64
     said = [
         f"{name}: {m.said(spell)}" for name, (parts, _) in rows.items() for m in conclusions(parts)
     ]
     said += [f"faster: {m.said(spell)}" for m in advise(llm, requests) + try_int8(llm)]
-    return (
-        "\n\n".join([profile_table(rows), "\n".join(said)]),
-        dict(profile={name: dict(parts=p, steps=n) for name, (p, n) in rows.items()}, said=said),
-        None,
-    )
+    report = {name: dict(parts=parts, steps=steps) for name, (parts, steps) in rows.items()}
+    text = f"{profile_table(rows)}\n\n" + "\n".join(said)
+    return text, dict(profile=report, said=said), None
 
 # %% ../../nbs/9_bench/61_profile.ipynb #c6eaa829
 def decode_rate(
@@ -296,9 +272,7 @@ def cliffs(got: dict[str, dict[int, float]], slack: float = 0.1) -> list[str]:
 def sweep_bars(got: dict[str, dict[int, float]]) -> drawing.Picture:
     """The `Picture` of a `sweep`: a bar for each number of slots and each context, in tokens per
     second."""
-    rows = {
-        f"{n} {kind}": {kind: rate} for kind, points in got.items() for n, rate in points.items()
-    }
+    rows = {f"{n} {kind}": {kind: rate} for kind in got for n, rate in got[kind].items()}
     key = dict(slots=("decode", "over slots"), context=("prefill", "over context"))
     return drawing.bars(rows, key, "tokens/s", title="Decode speed over slots and over context")
 
@@ -306,60 +280,44 @@ def sweep_bars(got: dict[str, dict[int, float]]) -> drawing.Picture:
 def run_sweep(s: Setup) -> Measured:
     "The table of a sweep, and the report."
     most, sizes = s.args.max_num_seqs, [2**i for i in range(20)]
-    got = sweep(
-        own_llm(s),
-        [n for n in sizes if n <= most],
-        [n for n in sizes if 64 <= n <= 2048 * s.args.scale],
-        at=min(16, most),
-        say=s.say,
-        vocab=s.settings["vocab"],
-    )
-    tables = [
-        markdown([{f"tokens/s by {k}": "batchlab"} | {n: f"{x:,.0f}" for n, x in v.items()}])
-        for k, v in got.items()
-    ]
-    found = cliffs(got)
-    return (
-        "\n\n".join([*tables, *(found or ["No cliff."])]),
-        dict(sweep=got, cliffs=found),
-        sweep_bars(got),
-    )
+    slots = [n for n in sizes if n <= most]
+    contexts = [n for n in sizes if 64 <= n <= 2048 * s.args.scale]
+    at, vocab = min(16, most), s.settings["vocab"]
+    got = sweep(own_llm(s), slots, contexts, at=at, say=s.say, vocab=vocab)
+    found, text = cliffs(got), []
+    for kind, points in got.items():
+        row = {f"tokens/s by {kind}": "batchlab"} | {n: f"{x:,.0f}" for n, x in points.items()}
+        text.append(markdown([row]))
+    text += found or ["No cliff."]
+    return "\n\n".join(text), dict(sweep=got, cliffs=found), sweep_bars(got)
 
 # %% ../../nbs/9_bench/61_profile.ipynb #8969420d
 def memory_of(settings: dict, w: Workload, threads: int | None = None) -> dict[str, int]:
     """Bytes for `w` in a fresh process: `{'base', 'weights', 'kv', 'ready', 'peak'}`, and
     `'slots'`. Raises `Unavailable`."""
-    with PeerProcess(
-        worker_text(peers.start_batchlab), settings, env=peer_env("batchlab", threads=threads)
-    ) as worker:
+    text, env = (
+        bench.worker_text(bench.peers.start_batchlab),
+        bench.peer_env("batchlab", threads=threads),
+    )
+    with bench.started(text, settings, env=env) as worker:
         plan = worker.ask("plan", **w.job)["result"]
-        ready = peak_bytes(worker.process.pid)
-        play(worker, w)
-        return plan | dict(ready=ready, peak=peak_bytes(worker.process.pid))
+        ready = bench.peak_bytes(worker.process.pid)
+        bench.play(worker, w)
+        return plan | dict(ready=ready, peak=bench.peak_bytes(worker.process.pid))
 
 
 def memory_table(rows: Mapping[str, dict]) -> str:
     """A Markdown table in MB from `{workload: memory_of}`; the last column: how far the peak is
     from base and plan together."""
-
-    def row(name: str, m: dict) -> dict[str, Any]:
+    table = []
+    for name, m in rows.items():
         due = m["base"] + m["weights"] + m["kv"]
-        sizes = {
-            "libraries, tokenizer": m["base"],
-            "weights": m["weights"],
-            "KV": m["kv"],
-            "together": due,
-            "peak when ready": m["ready"],
-            "peak": m["peak"],
-        }
+        sizes = {"libraries, tokenizer": m["base"], "weights": m["weights"], "KV": m["kv"]}
+        sizes |= {"together": due, "peak when ready": m["ready"], "peak": m["peak"]}
         cells = {title: f"{n / 1e6:,.0f}" if n else "" for title, n in sizes.items()}
-        return (
-            {"MB": name, "slots": m["slots"]}
-            | cells
-            | {"difference": f"{m['peak'] / due - 1:+.1%}" if m["peak"] else ""}
-        )
-
-    return markdown([row(name, m) for name, m in rows.items()])
+        off = f"{m['peak'] / due - 1:+.1%}" if m["peak"] else ""
+        table.append({"MB": name, "slots": m["slots"], **cells, "difference": off})
+    return markdown(table)
 
 
 def run_memory(s: Setup) -> Measured:
@@ -378,10 +336,10 @@ def step_bytes(model: Any, rows: int, held: int) -> int:
 # %% ../../nbs/9_bench/61_profile.ipynb #8cdf87bd
 def copy_speed(device: torch.device) -> float:
     "Bytes a second that a plain copy on `device` reads and writes together."
-    a = torch.ones(2**30 if device.type == "cuda" else 2**28, dtype=torch.uint8, device=device)
-    timer = Timer(
-        "b.copy_(a)", globals=dict(a=a, b=a.clone()), num_threads=torch.get_num_threads()
-    )  # waits for a GPU
+    size = 2**30 if device.type == "cuda" else 2**28
+    a = torch.ones(size, dtype=torch.uint8, device=device)
+    threads, names = torch.get_num_threads(), dict(a=a, b=a.clone())
+    timer = Timer("b.copy_(a)", globals=names, num_threads=threads)  # waits for a GPU
     return 2 * a.nbytes / timer.timeit(10).mean
 
 
@@ -394,27 +352,21 @@ def bandwidth(
 ) -> dict[int, tuple[float, float]]:
     """`{slots: (tokens per second of decode, share of a copy's bytes a
     second)}`; `kw`: of `sweep` and `decode_rate`."""
-    peak = copy_speed(llm.model.device)
-    rates = sweep(llm, slots, (), context, steps=steps, **kw)["slots"]
-    return {
-        n: (rate, step_bytes(llm.model, n, context + steps // 2) * rate / n / peak)
-        for n, rate in rates.items()
-    }
+    peak, found = copy_speed(llm.model.device), {}
+    for n, rate in sweep(llm, slots, (), context, steps=steps, **kw)["slots"].items():
+        read = step_bytes(llm.model, n, context + steps // 2)
+        found[n] = rate, read * rate / n / peak
+    return found
 
 
 def run_bandwidth(s: Setup) -> Measured:
     "The table of decode against a copy, and the report."
     slots = [n for n in (1, 4, 16, 64, 256) if n <= s.args.max_num_seqs]
     got = bandwidth(own_llm(s), slots, vocab=s.settings["vocab"], say=s.say)
-    rows = [
-        {
-            "slots": n,
-            "ms a step": f"{n / rate * 1e3:.2f}",
-            "tokens/s": f"{rate:,.0f}",
-            "of a copy's bandwidth": f"{share:.0%}",
-        }
-        for n, (rate, share) in got.items()
-    ]
+    rows = []
+    for n, (rate, share) in got.items():
+        row = {"slots": n, "ms a step": f"{n / rate * 1e3:.2f}", "tokens/s": f"{rate:,.0f}"}
+        rows.append(row | {"of a copy's bandwidth": f"{share:.0%}"})
     return markdown(rows), dict(bandwidth=got), None
 
 # %% ../../nbs/9_bench/61_profile.ipynb #1a4f42fd

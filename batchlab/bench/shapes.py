@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json, os, shutil, tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,65 +19,44 @@ from ..models.load import one_line, quiet
 from ..models.tiny import tiny_tokenizer
 
 # %% auto #0
-__all__ = ['SHAPES', 'GGUF_ARCHS', 'GGUF_TYPES', 'once', 'shape_folder', 'write_gguf', 'gguf_of', 'write_int8', 'int8_of']
+__all__ = ['SHAPES', 'GGUF_ARCHS', 'GGUF_TYPES', 'INT8', 'once', 'shape_folder', 'write_gguf', 'gguf_of', 'write_int8', 'int8_of']
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b107
-def _shape(
-    model_type: str,
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    positions: int,
-    **more: Any,
-) -> dict:
-    "Values of a transformers config."
-    return (
-        dict(
-            model_type=model_type,
-            num_hidden_layers=layers,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=positions,
-            vocab_size=49_152,
-            tie_word_embeddings=True,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-        )
-        | more
-    )
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+def _shape(model_type: str, *sizes: int, **more: Any) -> dict:
+    "Values of a transformers config, those of `_SIZES` in their order."
+    usual = dict(vocab_size=49_152, tie_word_embeddings=True)
+    ids = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return dict(model_type=model_type) | dict(zip(_SIZES, sizes)) | usual | ids | more
 
 
 def _rope(theta: float) -> dict:
     return dict(rope_theta=theta, rope_type="default")
 
 
+_GEMMA = dict(
+    vocab_size=262_144,
+    sliding_window=512,
+    query_pre_attn_scalar=256,
+    rope_parameters=dict(full_attention=_rope(1e6), sliding_attention=_rope(1e4)),
+    rms_norm_eps=1e-6,
+    layer_types=[f"{'full' if i % 6 == 5 else 'sliding'}_attention" for i in range(18)],
+)
 SHAPES = {
     "smollm2-135m": _shape(
         "llama", 30, 576, 1536, 9, 3, 64, 8192, rope_parameters=_rope(1e5), rms_norm_eps=1e-5
     ),
-    "gemma3-270m": _shape(
-        "gemma3_text",
-        18,
-        640,
-        2048,
-        4,
-        1,
-        256,
-        32_768,
-        vocab_size=262_144,
-        sliding_window=512,
-        query_pre_attn_scalar=256,
-        rope_parameters=dict(full_attention=_rope(1e6), sliding_attention=_rope(1e4)),
-        rms_norm_eps=1e-6,
-        layer_types=[f"{'full' if i % 6 == 5 else 'sliding'}_attention" for i in range(18)],
-    ),
+    "gemma3-270m": _shape("gemma3_text", 18, 640, 2048, 4, 1, 256, 32_768, **_GEMMA),
     "qwen3-0.6b": _shape(
         "qwen3", 28, 1024, 3072, 16, 8, 128, 40_960, rope_parameters=_rope(1e6), rms_norm_eps=1e-6
     ),
@@ -108,18 +87,16 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
     return path
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b10f
-_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16)
+_DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16, auto=torch.bfloat16)
 
 
-def _write_shape(shape: str, dtype: str, seed: int, folder: Path) -> None:
+def _write_shape(shape: str, dtype: torch.dtype, seed: int, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**SHAPES[shape]), dtype=_DTYPES[dtype]
-        )
-        model.save_pretrained(folder)
+        config = AutoConfig.for_model(**SHAPES[shape])
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
 
 
@@ -131,12 +108,8 @@ def shape_folder(shape: str, dtype: str = "bf16", seed: int = 0) -> Path:
     shape, `ModelError`."""
     if shape not in SHAPES:
         raise ValueError(f"shape {shape!r} is unknown: choose {', '.join(map(repr, SHAPES))}")
-    dtype = "bf16" if dtype == "auto" else dtype
-    name = f"{shape}-{dtype}-s{seed}"
-    return once(
-        make_cache_dir() / "bench-shapes" / name,
-        lambda folder: _write_shape(shape, dtype, seed, folder),
-    )
+    path = make_cache_dir() / "bench-shapes" / f"{shape}-{dtype.replace('auto', 'bf16')}-s{seed}"
+    return once(path, lambda folder: _write_shape(shape, _DTYPES[dtype], seed, folder))
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b114
 GGUF_ARCHS = dict(llama="LLAMA", qwen3="QWEN3", gemma3_text="GEMMA3")
@@ -145,23 +118,43 @@ GGUF_TYPES = dict(
 )
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    "Names and tensors of the safetensors files of `folder`. Raises `Unavailable`."
-    from safetensors import safe_open
+def _loaded(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    "The model in `folder` in the dtype of its weights, and these by name, shared ones once."
+    from transformers import AutoModelForCausalLM
 
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise Unavailable(
-            f"there are no safetensors in {folder}, from which its form of the model is made"
+    with quiet():
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True
         )
-    for file in files:
-        with safe_open(file, "pt") as f:
-            for name in f.keys():
-                yield name, f.get_tensor(name)
+    weights = model.state_dict()
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    return model, weights
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-1
+def _vocabulary(size: int) -> dict[str, Any]:
+    "The bytes that batchlab's own tokenizer knows, one merge, as llama.cpp wants one, and stand-ins up to `size`."
+    import gguf
+
+    tokenizer, kinds = tiny_tokenizer(), gguf.TokenType
+    known = [*tokenizer.convert_ids_to_tokens([*range(len(tokenizer))]), "ab"][:size]
+    unused = range(len(known), size)
+    types = [kinds.CONTROL] * 3 + [kinds.NORMAL] * (len(known) - 3) + [kinds.UNUSED] * len(unused)
+    return dict(
+        vocab_size=size,
+        tokenizer_model="gpt2",
+        tokenizer_pre="gpt-2",
+        token_list=[*known, *(f"<unused{i}>" for i in unused)],
+        token_types=types,
+        token_merges=["a b"] * ("ab" in known),
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
 def _gguf_header(writer: Any, c: Any, kind: str) -> None:
-    "Write what a GGUF file says of a model of config `c`."
+    "Write what a GGUF file says of a model of config `c`. Raises `Unavailable`."
     import gguf
 
     rope = c.rope_parameters.get("full_attention", c.rope_parameters)
@@ -169,15 +162,7 @@ def _gguf_header(writer: Any, c: Any, kind: str) -> None:
         raise Unavailable(
             f"a rotary embedding of type {rope['rope_type']!r} is not written as GGUF"
         )
-    head_dim, tokenizer = (
-        getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
-        tiny_tokenizer(),
-    )
-    known = [*tokenizer.convert_ids_to_tokens([*range(len(tokenizer))]), "ab"][
-        : c.vocab_size
-    ]  # 'ab', as llama.cpp wants a merge
-    unused, kinds = range(len(known), c.vocab_size), gguf.TokenType
-    types = [kinds.CONTROL] * 3 + [kinds.NORMAL] * (len(known) - 3) + [kinds.UNUSED] * len(unused)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     values = dict(
         block_count=c.num_hidden_layers,
         context_length=c.max_position_embeddings,
@@ -190,23 +175,24 @@ def _gguf_header(writer: Any, c: Any, kind: str) -> None:
         rope_dimension_count=head_dim,
         rope_freq_base=rope["rope_theta"],
         layer_norm_rms_eps=c.rms_norm_eps,
-        vocab_size=c.vocab_size,
         file_type=gguf.LlamaFileType[GGUF_TYPES[kind]],
-        tokenizer_model="gpt2",
-        tokenizer_pre="gpt-2",
-        token_list=[*known, *(f"<unused{i}>" for i in unused)],
-        token_types=types,
-        token_merges=["a b"] * ("ab" in known),
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
     )
     if c.model_type == "gemma3_text":
         values["sliding_window"] = c.sliding_window
-    for name, value in values.items():
+    for name, value in (values | _vocabulary(c.vocab_size)).items():
         getattr(writer, f"add_{name}")(value)
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-2
+def _as_llamacpp(name: str, x: torch.Tensor, c: Any) -> torch.Tensor:
+    "A weight in fp32 as llama.cpp's own converter writes it."
+    part = name.split(".")[-2]
+    if c.model_type == "llama" and part in ("q_proj", "k_proj"):
+        heads = c.num_attention_heads if part == "q_proj" else c.num_key_value_heads
+        halves = x.unflatten(0, (heads, 2, -1))  # rotated pairs are neighbours there
+        x = halves.transpose(1, 2).flatten(0, 2)
+    return x.float() + (x.ndim == 1 and c.model_type == "gemma3_text")
+
+
 def write_gguf(folder: Path, path: Path, kind: str = "q8_0") -> None:
     """Write the model in `folder` into the GGUF file `path`, its matrices as `kind`, a name of
     `GGUF_TYPES`. Raises `Unavailable`."""
@@ -220,42 +206,22 @@ def write_gguf(folder: Path, path: Path, kind: str = "q8_0") -> None:
             "--gguf FILE"
         )
     arch, types = gguf.MODEL_ARCH[GGUF_ARCHS[c.model_type]], gguf.GGMLQuantizationType
-    writer, names = (
-        gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch]),
-        gguf.get_tensor_name_map(arch, c.num_hidden_layers),
-    )
+    names = gguf.get_tensor_name_map(arch, c.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _gguf_header(writer, c, kind)
-    for name, x in _tensors(folder):
-        heads = {"q_proj": c.num_attention_heads, "k_proj": c.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
-        if heads and c.model_type == "llama":
-            x = (
-                x.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-            )  # pairs are neighbours there
-        if x.ndim == 1 and c.model_type == "gemma3_text":
-            x = x.float() + 1
+    for name, x in _loaded(folder)[1].items():
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if not found:
             raise Unavailable(f"tensor {name} has no name in GGUF")
         outer = found.startswith(("token_embd", "output."))
-        as_type = (
-            types.F32
-            if x.ndim == 1
-            else types.Q8_0
-            if outer and kind == "q4_0"
-            else types[kind.upper()]
-        )
-        writer.add_tensor(
-            found, gguf.quants.quantize(x.float().numpy(), as_type), raw_dtype=as_type
-        )
-    for step in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        step()
+        of = "f32" if x.ndim == 1 else "q8_0" if outer and kind == "q4_0" else kind
+        to = types[of.upper()]
+        values = gguf.quants.quantize(_as_llamacpp(name, x, c).numpy(), to)
+        writer.add_tensor(found, values, raw_dtype=to)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b114-3
 def gguf_of(folder: str | Path, forms: str | Path, kind: str = "q8_0") -> Path:
@@ -271,61 +237,46 @@ def gguf_of(folder: str | Path, forms: str | Path, kind: str = "q8_0") -> Path:
     )
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b11a
-def _linears(folder: Path) -> set[str]:
-    "Names of the weights of all linear layers of the model in `folder`, but its head."
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder, local_files_only=True)
+_EIGHT = dict(num_bits=8, type="int", symmetric=True)
+INT8 = dict(
+    quant_method="compressed-tensors",
+    format="int-quantized",
+    quantization_status="compressed",
+    ignore=["lm_head"],
+    kv_cache_scheme=None,
+    config_groups=dict(
+        group_0=dict(
+            targets=["Linear"],
+            weights=_EIGHT | dict(strategy="channel", dynamic=False),
+            output_activations=None,
+            input_activations=_EIGHT | dict(strategy="token", dynamic=True),
         )
-    head = model.get_output_embeddings()
-    return {
-        f"{name}.weight"
-        for name, m in model.named_modules()
-        if isinstance(m, torch.nn.Linear) and m is not head
-    }
+    ),
+)
 
 
 def write_int8(folder: Path, to: Path) -> None:
-    """Write the model in `folder` into the folder `to` with linear layers of int8, as vLLM reads
-    them. Raises `Unavailable`."""
+    "Write the model in `folder` into the folder `to` with linear layers of int8, as vLLM reads them."
     from safetensors.torch import save_file
 
+    model, weights = _loaded(folder)
+    head = model.get_output_embeddings()
+    for name, m in model.named_modules():
+        if isinstance(m, torch.nn.Linear) and m is not head:
+            x = weights[key := f"{name}.weight"]
+            scale = (x.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-8)
+            weights |= {key: (x / scale).round().to(torch.int8), f"{key}_scale": scale}
     to.mkdir()
     for f in folder.iterdir():
         if f.suffix in (".json", ".jinja", ".model", ".txt") and not f.name.endswith(".index.json"):
             shutil.copy(f, to)
-    linears, tensors = _linears(folder), {}
-    for name, x in _tensors(folder):
-        if name in linears:
-            scale = (x.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-8)
-            tensors[f"{name}_scale"] = scale
-            x = (x / scale).round().to(torch.int8)
-        tensors[name] = x
-    save_file(tensors, to / "model.safetensors", metadata=dict(format="pt"))
-    eight = dict(num_bits=8, type="int", symmetric=True)
-    group = dict(
-        targets=["Linear"],
-        weights=eight | dict(strategy="channel", dynamic=False),
-        output_activations=None,
-        input_activations=eight | dict(strategy="token", dynamic=True),
-    )
-    how = dict(
-        quant_method="compressed-tensors",
-        format="int-quantized",
-        quantization_status="compressed",
-        ignore=["lm_head"],
-        config_groups=dict(group_0=group),
-        kv_cache_scheme=None,
-    )
+    save_file(weights, to / "model.safetensors", metadata=dict(format="pt"))
     config = json.loads((to / "config.json").read_text(encoding="utf-8"))
-    (to / "config.json").write_text(
-        json.dumps(config | dict(quantization_config=how), indent=1), encoding="utf-8"
-    )
+    text = json.dumps(config | dict(quantization_config=INT8), indent=1)
+    (to / "config.json").write_text(text, encoding="utf-8")
 
 
 def int8_of(folder: str | Path, forms: str | Path) -> Path:
     """The model in `folder` with linear layers of int8 in the folder `forms`, written on first
-    use; see `write_int8`. Raises `Unavailable`, `ModelError`."""
+    use; see `write_int8`. Raises `ModelError`."""
     return once(Path(forms) / f"{Path(folder).name}.int8", lambda to: write_int8(Path(folder), to))
