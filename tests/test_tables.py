@@ -1112,6 +1112,28 @@ def test_columns_of_the_input_keep_their_names(kind, given, source):
     assert all(r["request_id_2"].startswith("batch_req_") and not r["error_2"] for r in found)
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_key_that_comes_late_stands_once_in_a_table_that_is_gone_on_with(kind):
+    lines = [dict(prompt="a", x="1"), dict(prompt="b", x="2"), dict(prompt="c", text="t", y="3")]
+    write_lines("in.jsonl", lines)
+    out = f"out.{kind}"
+    assert ask("in.jsonl", out, limit=2).done == 2 and ask("in.jsonl", out).before == 2
+    rows, keys = read(out), ("x", "text", "y")
+    assert [[r[k] or None for k in keys] for r in rows] == [[d.get(k) for k in keys] for d in lines]
+    assert {*rows[0]} == {"line", *keys, "answer", *ANSWER, "request_id"}
+
+
+@pytest.mark.parametrize("source", ["in.csv", "in.parquet"])
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_ids_of_a_table_come_back(source, kind):
+    cells = dict(custom_id=["k1", "k2"], prompt=["a", "b"], id=["1", "2"], empty=[None, None])
+    write("in.csv", [[*cells], *zip(*cells.values())])
+    pq.write_table(pa.table(cells), "in.parquet")
+    ask(source, f"out.{kind}", ordered=True)
+    found = [tuple(r[k] and str(r[k]) or None for k in cells) for r in read(f"out.{kind}")]
+    assert found == [*zip(*cells.values())]
+
+
 def test_keys_beside_a_line_of_the_batch_api_stand_in_its_record():
     body = dict(prompt="Say", max_tokens=1)
     line = dict(custom_id="a", url="/v1/completions", body=body, category="math", error="mine")

@@ -823,7 +823,7 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     ids = {k: d.get(k) for k in IDS if k in d or k in ("id", "custom_id")}
     for e in entries:
         if "row" in e and e is not d:  # of a finished table
-            yield ids | e["row"]
+            yield ids | dict(index=None) | e["row"]
             continue
         counts = dict(usage) if len(entries) == 1 else dict(usage, completion_tokens=None)
         found = counts | e | dict(error=(d["error"] or {}).get("message"))
@@ -969,7 +969,8 @@ class AnswerTable(AnswerRows):
             rare |= {called("id"), called("custom_id")}
         fixed = {called(k): t for k, t in {**OPTIONAL, **ANSWER}.items()}
         types = {k: fixed.get(k) or type_of(some) for k, some in kinds.items()}
-        self.types = {k: t for k, t in types.items() if k not in rare or kinds[k] - {""}}
+        empty = {k for k in rare - {*self.inputs} if not kinds.get(k, set()) - {""}}
+        self.types = {k: t for k, t in types.items() if k not in empty}
         whole_numbers = [k for k, t in self.types.items() if t == "int64"]
         self.gaps = [k for k in whole_numbers if k not in self.inputs or "" in kinds[k]]
 
