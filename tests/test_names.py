@@ -6,13 +6,13 @@ from functools import cache
 import pytest, torch
 
 from helpers import same
-from hypothesis import strategies as st
 from test_package import py
 
 from batchlab import LLM, AsyncLLM, SamplingParams
 from batchlab.compat import vllm
 from batchlab.compat.vllm import EngineArgs
-from batchlab.errors import ModelError, ParamError, PromptError
+from batchlab.core.params import RULES
+from batchlab.errors import ModelError, ModelNotFoundError, ParamError, PromptError
 from batchlab.llm.inputs import split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
 from batchlab.tasks.beam_params import BeamSearchParams
@@ -49,33 +49,7 @@ def lines(caplog, monkeypatch):
     ]
 
 
-# --- properties: no key is passed over, whatever its value
-
-VALUES = st.one_of(
-    st.booleans(),
-    st.integers(-2, 300),
-    st.floats(allow_nan=True),
-    st.text(max_size=3),
-    st.lists(st.integers(0, 9), max_size=2),
-    st.lists(st.text(min_size=1, max_size=2), max_size=2),
-    st.dictionaries(st.text(max_size=2), st.integers(0, 9), max_size=1),
-    st.sampled_from([None, {"type": "json_object"}, {"choice": ["a"]}, "auto", 16, 1.0, object()]),
-)
-ODD = [
-    "temprature",
-    "maxTokens",
-    "max-tokens",
-    "label",
-    "x",
-    "",
-    "self",
-    "cls",
-    "args",
-    "Temperature",
-    "model",
-    "é",
-]
-DEFAULTS = dataclasses.asdict(SamplingParams())
+# --- settings
 
 
 @pytest.mark.parametrize(
@@ -126,34 +100,6 @@ def test_the_signature_is_that_of_the_class():
 
 
 # --- vLLM's engine
-
-VLLM = """model enable_return_routed_experts model_weights served_model_name tokenizer hf_config_path runner convert task skip_tokenizer_init enable_prompt_embeds tokenizer_mode
-    trust_remote_code allowed_local_media_path allowed_media_domains download_dir safetensors_load_strategy load_format config_format dtype kv_cache_dtype seed max_model_len
-    cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size ir_op_priority distributed_executor_backend pipeline_parallel_size master_addr master_port nnodes node_rank
-    distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus tensor_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
-    dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
-    data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb data_parallel_backend enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend
-    enable_elastic_ep enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config enable_eplb
-    expert_placement_strategy num_redundant_experts eplb_window_size eplb_step_interval eplb_log_balancedness max_parallel_loading_workers block_size enable_prefix_caching
-    prefix_caching_hash_algo disable_sliding_window disable_cascade_attn offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group
-    offload_prefetch_step offload_params swap_space gpu_memory_utilization kv_cache_memory_bytes max_num_batched_tokens max_num_partial_prefills max_long_partial_prefills
-    long_prefill_token_threshold max_num_seqs max_logprobs disable_log_stats aggregate_engine_logging revision code_revision rope_scaling rope_theta hf_token hf_overrides
-    tokenizer_revision quantization quantization_config allow_deprecated_quantization enforce_eager max_seq_len_to_capture disable_custom_all_reduce language_model_only
-    limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs disable_mm_preprocessor_cache mm_processor_cache_gb mm_processor_cache_type
-    mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
-    mm_encoder_fp8_scale_save_margin io_processor_plugin renderer_num_workers skip_mm_profiling video_pruning_rate mm_tensor_ipc enable_lora max_loras max_lora_rank
-    default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_extra_vocab_size lora_target_modules enable_tower_connector_lora specialize_active_lora
-    ray_workers_use_nsight num_gpu_blocks_override num_lookahead_slots model_loader_extra_config ignore_patterns enable_chunked_prefill disable_chunked_mm_input
-    scheduler_reserve_full_isl disable_hybrid_kv_cache_manager structured_outputs_config reasoning_parser reasoning_parser_plugin guided_decoding_backend
-    guided_decoding_disable_fallback guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties logits_processor_pattern speculative_config
-    show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing
-    enable_mfu_metrics enable_logging_iteration_details enable_mm_processor_stats scheduling_policy scheduler_cls pooler_config override_pooler_config compilation_config
-    attention_config mamba_config kernel_config enable_flashinfer_autotune worker_cls worker_extension_cls profiler_config kv_transfer_config kv_events_config
-    ec_transfer_config reasoning_config generation_config enable_sleep_mode override_generation_config model_impl override_attention_dtype attention_backend
-    calculate_kv_scales kv_cache_dtype_skip_layers mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
-    enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds additional_config use_tqdm_on_load pt_load_map_location logits_processors async_scheduling
-    stream_interval kv_sharing_fast_prefill optimization_level performance_mode kv_offloading_size kv_offloading_backend tokens_only shutdown_timeout
-    weight_transfer_config fail_on_environ_validation gdn_prefill_backend""".split()
 
 
 @pytest.mark.parametrize(
@@ -453,17 +399,9 @@ def test_what_is_wrong_with_all_of_a_call_raises(llm):
         (lambda: llm.map([{"prompt": "a"}], lora_request=7), ParamError, "lora_request"),
         (lambda: AsyncLLM(llm, "nowhere"), ParamError, "tokenizer"),
         (lambda: AsyncLLM(llm, max_num_seqs=3), ParamError, "max_num_seqs"),
-        (
-            lambda: llm.generate("a", GREEDY, max_tokens=3),
-            TypeError,
-            "max_tokens",
-        ),
+        (lambda: llm.generate("a", GREEDY, max_tokens=3), TypeError, "max_tokens"),
         (lambda: llm.generate("a", lora_request=7), ParamError, "lora_request"),
-        (
-            lambda: llm.logprobs("a", temperature=0),
-            TypeError,
-            "temperature",
-        ),
+        (lambda: llm.logprobs("a", temperature=0), TypeError, "temperature"),
         (lambda: llm.generate("a", stream=True), TypeError, "stream"),
     ]
     for call, error, words in calls:
@@ -484,27 +422,16 @@ def test_a_models_fault_with_some_prompts_is_theirs(llm):
 
 def test_what_a_conversations_dict_says_is_checked(llm, tmp_path):
     (file := tmp_path / "secret").write_text("{{ messages }}")
-    wrong = [
-        dict(chat_template_kwargs="x"),
-        dict(chat_template_kwargs=dict(return_tensors="pt")),
-        dict(add_generation_prompt="false"),
-        dict(tools="f"),
-        dict(chat_template=str(file)),
-    ]
-    outs = llm.generate(["a", *({"messages": TALK} | kw for kw in wrong)], GREEDY)
-    assert outs[0].error is None and all(
-        word in o.error
-        for o, word in zip(
-            outs[1:],
-            (
-                "chat_template_kwargs",
-                "return_tensors",
-                "add_generation_prompt",
-                "tools",
-                "chat_template",
-            ),
-        )
+    wrong = dict(
+        chat_template_kwargs=dict(chat_template_kwargs="x"),
+        return_tensors=dict(chat_template_kwargs=dict(return_tensors="pt")),
+        add_generation_prompt=dict(add_generation_prompt="false"),
+        tools=dict(tools="f"),
+        chat_template=dict(chat_template=str(file)),
     )
+    talks = [{"messages": TALK} | kw for kw in wrong.values()]
+    first, *outs = llm.generate(["a", *talks], GREEDY)
+    assert first.error is None and all(word in o.error for o, word in zip(outs, wrong))
     developer = [dict(role="developer", content="be brief"), *TALK]
     assert (
         llm.chat(developer, GREEDY)[0].prompt
@@ -588,7 +515,6 @@ def test_vllms_structured_outputs_are_read():
 
 def test_the_log_of_failures_is_short(lines):
     from batchlab.llm.inputs import log_failures
-    from batchlab.errors import PromptError
     from batchlab.llm.outputs import RequestGroup, RequestOutput
 
     def refused(i):
@@ -728,24 +654,7 @@ def test_a_whole_number_may_be_written_as_a_float(llm):
 
 @pytest.mark.parametrize("huge", HUGE, ids=("long", "negative", "unwritable"))
 def test_a_number_of_any_size_is_read_or_refused_by_name(llm, huge):
-    fields = (
-        "n",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "max_tokens",
-        "min_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "prompt_logprob_start",
-        "truncate_prompt_tokens",
-    )
-    for name in fields:
+    for name in RULES:
         try:
             SamplingParams(**{name: huge})
         except ParamError as e:
@@ -842,7 +751,6 @@ def test_a_vector_of_a_text_that_is_cut():
 
 
 def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
-    from batchlab.errors import ModelNotFoundError
     from batchlab.models import load_model
 
     for name, words in dict(get_metrics="get_metrics", nothing_such="has no").items():

@@ -907,9 +907,10 @@ class Job:
 
     def _go(self, llm: Any, book: Ledgerbook) -> None:
         assert self.output is not None
-        settings = self.settings() | dict(model=model_digest(llm))
-        self.stamp = "" if self.output == "-" else stamp_of(settings)
-        if self.stamp:
+        self.stamp = ""
+        if self.output != "-":
+            settings = self.settings() | dict(model=model_digest(llm))
+            self.stamp = stamp_of(settings)
             if not (self.force or settings_file(self.output).exists()):
                 check_stamps(book.stamps, self.stamp, self.output)
             write_settings(settings_file(self.output), settings, self.force)
