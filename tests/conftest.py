@@ -13,6 +13,19 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / ".ci"))  # what its scripts share
 
 
+# With several workers these begin: xdist takes files with many tests first, and these have few that are slow.
+SLOW = ["test_book", "test_engine", "test_site", "test_bench", "test_beam"]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(SLOW)))
+
+
 @pytest.fixture
 def one_thread():
     "One thread for torch: tiny models gain nothing from more, and lose much."

@@ -8,8 +8,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from batchlab.fast import cuda
 from batchlab.core.attention import TorchBackend, _additive, attend_plain
-from batchlab.fast.trial import kv_layout
-from batchlab.fast.trial import BackendOptions
+from batchlab.fast.trial import BackendOptions, kv_layout
 from batchlab.errors import Unavailable
 from batchlab.fast.backends import REGISTRY, select_backend
 from batchlab.core.batch import pack_rows
@@ -23,7 +22,7 @@ from batchlab.fast.cuda import (
     find_varlen,
 )
 from batchlab.models import TINY_ARCHS, tiny_model
-from batchlab.basics.prefill import generate_naive
+from helpers import generated, greedy, ids, oracle
 
 GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch.cuda.is_available() is false: there is no GPU here"
@@ -52,20 +51,6 @@ def exact():
     yield
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before[:2]
     torch.set_num_threads(before[2])
-
-
-def hf_generate(model, prompt, n):
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=n,
-        min_new_tokens=n,
-        do_sample=False,
-        eos_token_id=model.config.get_text_config().vocab_size,
-        pad_token_id=0,
-    )
-    return out[0, ids.shape[1] :].tolist()
 
 
 def varlen(
@@ -156,9 +141,8 @@ def drawn(seed, n=6):
     "Prompts of different lengths, and how many tokens each gets."
     rng = random.Random(seed)
     lengths = [1, 63, *(rng.randint(2, 70) for _ in range(n - 2))]
-    return [[rng.randrange(3, 259) for _ in range(k)] for k in lengths], [
-        rng.randint(4, 20) for _ in lengths
-    ]
+    prompts = [[rng.randrange(3, 259) for _ in range(k)] for k in lengths]
+    return prompts, [rng.randint(4, 20) for _ in lengths]
 
 
 def nan_cache(backend, num_blocks):
@@ -179,35 +163,22 @@ def serve(backend, prompts, caps, chunk=1000, renew=None, share=(), seed=0):
     for i, j, n in share:
         tables[j][:n] = tables[i][:n]
     cache = nan_cache(backend, sum(each) + 5)
-    enters, tokens, done = (
-        [rng.randrange(8) for _ in prompts],
-        [list(p) for p in prompts],
-        [0] * len(prompts),
-    )
+    enters, tokens = [rng.randrange(8) for _ in prompts], [list(p) for p in prompts]
+    done = [0] * len(prompts)
     while live := [i for i, p in enumerate(prompts) if len(tokens[i]) < len(p) + caps[i]]:
         if t == renew:
             cache, done = nan_cache(backend, cache.num_blocks), [0] * len(prompts)
-        live, t = (
-            [
-                i
-                for i in live
-                if enters[i] <= t and all(done[a] >= n * size for a, b, n in share if b == i)
-            ],
-            t + 1,
-        )
+        there = lambda i: all(done[a] >= n * size for a, b, n in share if b == i)
+        live, t = [i for i in live if enters[i] <= t and there(i)], t + 1
         for _, b, n in share:
             done[b] = max(done[b], n * size) if b in live else done[b]
-        rows = sorted(
-            ((i, min(chunk, len(tokens[i]) - done[i])) for i in live), key=lambda r: r[1] > 1
-        )
+        rows = [(i, min(chunk, len(tokens[i]) - done[i])) for i in live]
+        rows.sort(key=lambda r: r[1] > 1)
         if not rows:
             continue
-        held = [-(-(done[i] + n) // size) for i, n in rows]
-        batch = pack_rows(
-            [(tokens[i][done[i] : done[i] + n], done[i]) for i, n in rows],
-            [tables[i][:k] for (i, _), k in zip(rows, held)],
-            size,
-        )
+        parts = [(tokens[i][done[i] : done[i] + n], done[i]) for i, n in rows]
+        held = [tables[i][: -(-(done[i] + n) // size)] for i, n in rows]
+        batch = pack_rows(parts, held, size)
         for (i, n), token in zip(rows, backend.execute(cache, batch).argmax(-1).tolist()):
             done[i] += n
             if done[i] == len(tokens[i]):
@@ -221,10 +192,7 @@ def serve(backend, prompts, caps, chunk=1000, renew=None, share=(), seed=0):
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_mixes_on_a_tape(seed):
     model, (prompts, caps) = tiny_model("llama", seed=seed), drawn(seed)
-    want, shapes = (
-        [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)],
-        kv_layout(model),
-    )
+    want, shapes = oracle(model, prompts, caps), kv_layout(model)
     assert serve(TorchBackend(model, shapes), prompts, caps, 7, renew=9, seed=seed) == want
     for how in SETTINGS:
         for chunk in (7, 1000):
@@ -239,7 +207,7 @@ def test_shared_blocks_and_windows(arch, how):
     model, rng = tiny_model(arch, seed=1), random.Random(arch)
     head = [rng.randrange(3, 259) for _ in range(128)]
     prompts = [head + [5], head[:64] + [7, 8], head + [9] * 4, [4]]
-    want = [generate_naive(model, p, 5, ()) for p in prompts]
+    want = oracle(model, prompts, 5)
     assert serve(backend_of(model, how), prompts, [5] * 4, share=[(0, 1, 1), (0, 2, 2)]) == want
 
 
@@ -317,30 +285,18 @@ def test_what_varlen_lacks_is_found():
     def sees_too_much(*args, **kw):
         return varlen(*args, **kw | dict(seqused_k=kw["seqused_k"] + 1))
 
-    assert find_varlen(4, shapes, torch.float32, cpu, varlen)[0].keywords == dict(
-        edges=True, num_splits=1
-    )
-    assert find_varlen(4, shapes, torch.float32, cpu, refuses_splits)[0].keywords == dict(
-        edges=True
-    )
-    assert find_varlen(4, shapes, torch.float32, cpu, sees_too_much)[0] is None
-    assert (
-        find_varlen(4, [(2, 12, 12)], torch.float32, cpu, varlen)[1]
-        == "flash attention does not take these head sizes"
-    )
+    find = lambda f, shapes=shapes: find_varlen(4, shapes, torch.float32, cpu, f)
+    assert find(varlen)[0].keywords == dict(edges=True, num_splits=1)
+    assert find(refuses_splits)[0].keywords == dict(edges=True)
+    assert find(sees_too_much)[0] is None
+    assert "head sizes" in find(varlen, [(2, 12, 12)])[1]
     backend = cuda_backend(model, shapes, record_tape, varlen)
-    assert (backend.paged is not None, backend.block_size, backend.why, backend.num_recorded) == (
-        True,
-        256,
-        "",
-        0,
-    )
-    backend = cuda_backend(
-        tiny_model("gpt_oss"), kv_layout(tiny_model("gpt_oss")), record_tape, varlen
-    )
-    assert (
-        backend.paged is None and backend.block_size == 64 and "soft caps nor sinks" in backend.why
-    )
+    assert backend.paged is not None
+    assert (backend.block_size, backend.why, backend.num_recorded) == (256, "", 0)
+    model = tiny_model("gpt_oss")
+    backend = cuda_backend(model, kv_layout(model), record_tape, varlen)
+    assert backend.paged is None and backend.block_size == 64
+    assert "soft caps nor sinks" in backend.why
 
 
 def test_no_word_about_gpus_on_a_cpu():
@@ -356,7 +312,6 @@ def test_no_word_about_gpus_on_a_cpu():
 def test_engine_on_a_tape(arch, monkeypatch):
     "The engine's plans: prefixes, shared and copied blocks, preemptions, steps of every kind."
     from batchlab.api import LLM
-    from batchlab.core.params import SamplingParams
 
     class Hooked(CudaBackend):
         def static_step(self, cache, batch):
@@ -364,25 +319,20 @@ def test_engine_on_a_tape(arch, monkeypatch):
             return made[-1]
 
     monkeypatch.setattr(cuda, "CudaBackend", Hooked)
-    monkeypatch.setitem(
-        REGISTRY,
-        "cuda",
-        lambda model, shapes, options: cuda_backend(model, shapes, record_tape, kernel),
-    )
+    make = lambda model, shapes, options: cuda_backend(model, shapes, record_tape, kernel)
+    monkeypatch.setitem(REGISTRY, "cuda", make)
     model, made, rng = tiny_model(arch, seed=2), [], random.Random(arch)
     head = [rng.randrange(3, 259) for _ in range(40)]
     prompts = [
         head[: rng.randint(1, 40)] + [rng.randrange(3, 259)] * rng.randint(0, 9) for _ in range(14)
     ]
     caps = [rng.randint(1, 40) for _ in prompts]
-    want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
+    want = oracle(model, prompts, caps)
     for kernel in (None, varlen):
         for how in ({}, dict(max_num_seqs=3, max_num_batched_tokens=16)):
             llm = LLM(model, **how)
-            params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in caps]
             for _ in range(2):
-                outs = llm.generate(prompts, params)
-                assert [o.outputs[0].token_ids for o in outs] == want
+                assert ids(llm.generate(prompts, [*map(greedy, caps)])) == want
             assert llm.backend.name == "cuda graphs" and llm.backend.num_recorded, llm.backend.why
             assert bool(llm.backend.paged) == (kernel is not None and arch != "gpt_oss")
     assert {type(s) for s in made} == {StaticStep, type(None)}
@@ -405,8 +355,8 @@ def test_steps_keep_no_cache_alive():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tokens_in_fp32(arch):
     model, (prompts, caps) = tiny_model(arch, seed=1, **ARCHS[arch]).to("cuda"), drawn(arch)
-    want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
-    assert [hf_generate(model, p, n) for p, n in zip(prompts, caps)] == want
+    want = oracle(model, prompts, caps)
+    assert [generated(model, p, n) for p, n in zip(prompts, caps)] == want
     for record in (CudaGraphs(model.device), None):
         backend = cuda_backend(model, kv_layout(model), record)
         for chunk in (7, 1000):
@@ -446,7 +396,7 @@ def test_replay_is_python_bit_for_bit(dtype):
 def test_a_new_cache_invalidates():
     "In place of a resize, which blocks do not have."
     model, (prompts, caps) = tiny_model("llama").to("cuda"), drawn(3)
-    want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
+    want = oracle(model, prompts, caps)
     backend = CudaBackend(model, kv_layout(model), CudaGraphs(model.device), after=1)
     for at in (3, 9, 12):
         assert serve(backend, prompts, caps, renew=at) == want
@@ -464,10 +414,7 @@ def test_a_new_cache_invalidates():
 @gpu
 def test_what_cannot_be_recorded_goes_on_without(caplog):
     model, (prompts, caps) = tiny_model("llama").to("cuda"), drawn(5)
-    want, shapes = (
-        [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)],
-        kv_layout(model),
-    )
+    want, shapes = oracle(model, prompts, caps), kv_layout(model)
     model.model.norm.register_forward_pre_hook(
         lambda module, args: None if args[0].isnan().any().item() else None
     )
@@ -564,15 +511,11 @@ def test_nothing_waits_but_the_tokens():
 
 @gpu
 def test_backend_of_the_engine():
-    from batchlab.api import LLM, SamplingParams
+    from batchlab.api import LLM
 
     model, (prompts, caps) = tiny_model("llama").to("cuda"), drawn(11)
-    want = [generate_naive(model, p, n, ()) for p, n in zip(prompts, caps)]
-    llm = LLM(model)
-    outs = llm.generate(
-        prompts, [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in caps]
-    )
-    assert [o.outputs[0].token_ids for o in outs] == want
+    want, llm = oracle(model, prompts, caps), LLM(model)
+    assert ids(llm.generate(prompts, [*map(greedy, caps)])) == want
     assert llm.backend.name == "cuda graphs", llm.backend.why
 
 

@@ -1,9 +1,6 @@
 "Programs in the shapes of vLLM's published examples, with `batchlab` where they import `vllm`; the examples themselves run in `.ci/examples`."
 
-import json
-
-import pytest, torch
-from safetensors.torch import save_file
+import pytest
 from transformers import AutoModelForSequenceClassification
 
 from batchlab.compat.vllm import (
@@ -20,6 +17,7 @@ from batchlab.compat.vllm import (
 )
 from batchlab.errors import ParamError, PromptError
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.models.tiny import tiny_adapter
 from test_encoders import encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,39 +40,21 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    return saved(
-        encoder("bert", AutoModelForSequenceClassification, num_labels=1),
-        tmp_path_factory.mktemp("judge"),
-    )
+    judge = encoder("bert", AutoModelForSequenceClassification, num_labels=1)
+    return saved(judge, tmp_path_factory.mktemp("judge"))
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory, text):
-    at, config, g = (
-        tmp_path_factory.mktemp("adapter"),
-        tiny_model("llama").config,
-        torch.Generator().manual_seed(0),
-    )
-    halves = {
-        f"base_model.model.model.layers.{i}.mlp.up_proj.lora_{ab}.weight": torch.randn(
-            shape, generator=g
-        )
-        for i in range(config.num_hidden_layers)
-        for ab, shape in dict(A=(4, config.hidden_size), B=(config.intermediate_size, 4)).items()
-    }
-    save_file(halves, at / "adapter_model.safetensors")
-    (at / "adapter_config.json").write_text(
-        json.dumps(dict(peft_type="LORA", r=4, lora_alpha=8, target_modules=["up_proj"]))
-    )
-    return str(at)
+def adapter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    return str(tiny_adapter(folder, tiny_model("llama"), 4, modules=("up_proj",)))
 
 
 def parsed(folder, *flags, **defaults):
     "The arguments of a program, as vLLM's examples read them."
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    parser.set_defaults(
-        model=folder, runner="pooling", enforce_eager=True, trust_remote_code=True, **defaults
-    )
+    how = dict(runner="pooling", enforce_eager=True, trust_remote_code=True)
+    parser.set_defaults(model=folder, **how, **defaults)
     return vars(parser.parse_args(flags))
 
 
@@ -91,11 +71,8 @@ def test_a_program_that_scores_and_looks_into_the_engine(judge, capsys):
         "Embeddings: [0.5, 0.5, 0.5, 0.5, ...] (size=7)",
     ]
     config = llm.llm_engine.vllm_config.model_config
-    assert (config.hf_config.id2label, config.max_model_len, config.model) == (
-        {0: "LABEL_0"},
-        90,
-        judge,
-    )
+    assert (config.max_model_len, config.model) == (90, judge)
+    assert config.hf_config.id2label == {0: "LABEL_0"}
 
 
 def test_a_template_writes_the_pair_that_is_scored(judge):
@@ -103,11 +80,9 @@ def test_a_template_writes_the_pair_that_is_scored(judge):
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
     got = llm.score(*PAIR, chat_template=template)
     want = llm.classify([f"[query] {PAIR[0]} [document] {d} " for d in PAIR[1]])
-    assert (
-        [o.outputs.score for o in got]
-        == [o.outputs.probs[0] for o in want]
-        != [o.outputs.score for o in llm.score(*PAIR)]
-    )
+    scores = [o.outputs.score for o in got]
+    assert scores == [o.outputs.probs[0] for o in want]
+    assert scores != [o.outputs.score for o in llm.score(*PAIR)]
     with pytest.raises(PromptError, match="query and a document"):
         llm.score(*PAIR, chat_template='{{ messages[5].content }}{{ raise_exception("no") }}')
     with pytest.raises(ParamError, match="compares vectors"):
@@ -115,32 +90,14 @@ def test_a_template_writes_the_pair_that_is_scored(judge):
 
 
 def test_keywords_of_vllm_for_pooling():
-    llm, long = (
-        LLM(
-            encoder("bert"),
-            tiny_tokenizer(),
-            pooler_config=PoolerConfig(seq_pooling_type="CLS", normalize=False, task="embed"),
-        ),
-        "one two three " * 9,
-    )
-    cut = [
-        llm.embed(long, **how)[0]
-        for how in (
-            dict(tokenization_kwargs=dict(truncate_prompt_tokens=5)),
-            dict(pooling_params=PoolingParams(truncate_prompt_tokens=5)),
-        )
-    ]
-    assert (
-        all(
-            o.prompt_token_ids == cut[0].prompt_token_ids and o.outputs == cut[0].outputs
-            for o in cut
-        )
-        and len(cut[0].prompt_token_ids) == 5
-    )
-    assert (
-        llm.embed(TokensPrompt(prompt_token_ids=cut[0].prompt_token_ids))[0].outputs
-        == cut[0].outputs
-    )
+    config = PoolerConfig(seq_pooling_type="CLS", normalize=False, task="embed")
+    llm, long = LLM(encoder("bert"), tiny_tokenizer(), pooler_config=config), "one two three " * 9
+    five = dict(truncate_prompt_tokens=5)
+    [one] = llm.embed(long, tokenization_kwargs=five)
+    [other] = llm.embed(long, pooling_params=PoolingParams(**five))
+    [same] = llm.embed(TokensPrompt(prompt_token_ids=one.prompt_token_ids))
+    assert one.prompt_token_ids == other.prompt_token_ids and len(one.prompt_token_ids) == 5
+    assert one.outputs == other.outputs == same.outputs
     with pytest.raises(ParamError, match="pooling_task="):
         PoolerConfig(task="token_embed")
     with pytest.raises(TypeError, match="step_tag_id"):
@@ -151,9 +108,8 @@ def test_keywords_of_vllm_for_pooling():
 
 
 def test_an_engine_stepped_by_hand_runs_adapters_and_the_model_alone(text, adapter):
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(model=text, enable_lora=True, max_loras=1, max_lora_rank=8, max_num_seqs=4)
-    )
+    how = dict(enable_lora=True, max_loras=1, max_lora_rank=8, max_num_seqs=4)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=text, **how))
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     left = [
         ("A robot may not", greedy, None),
@@ -171,14 +127,11 @@ def test_an_engine_stepped_by_hand_runs_adapters_and_the_model_alone(text, adapt
         for out in engine.step():
             assert out.finished and out.request_id not in found
             found[out.request_id] = out
-    ids = [found[i].outputs[0].token_ids for i in "0123"]
     assert not any(found[i].error for i in "0123") and "tokens" in found["4"].error
-    assert (
-        ids[1] == ids[2] != ids[0]
-        and ids[0] == engine.llm.generate("A robot may not", greedy)[0].outputs[0].token_ids
-    )
+    plain, first, again, _ = (found[i].outputs[0].token_ids for i in "0123")
+    [alone] = engine.llm.generate("A robot may not", greedy)
+    assert first == again != plain == alone.outputs[0].token_ids
     engine.add_request("x", "Hello", greedy)
     engine.abort_request("x")
-    assert [o.outputs[0].finish_reason for o in engine.step()] == [
-        "cancelled"
-    ] and not engine.has_unfinished_requests()
+    assert [o.outputs[0].finish_reason for o in engine.step()] == ["cancelled"]
+    assert not engine.has_unfinished_requests()
