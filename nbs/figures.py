@@ -6,7 +6,8 @@ record each time that the chapter runs. Code may change without a new measuremen
 drawing says when it was measured with earlier code. `.ci/figures` measures anew; a reader calls `measure()` in the notebook, and the
 next drawing shows both."""
 
-import ast, functools, hashlib, inspect, json, os, platform, textwrap, time
+import ast, functools, hashlib, inspect, json, math, os, platform, textwrap, time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +15,102 @@ from pathlib import Path
 import pandas as pd
 
 import batchlab
-from batchlab.view.drawing import COLOURS, Picture, bars, curves
+from batchlab.view.drawing import (
+    COLOURS,
+    Canvas,
+    Picture,
+    bars,
+    heading,
+    legend,
+    mark_axis,
+    scale,
+    ticks,
+    written,
+)
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 ENGINE = "basics", "core", "models", "fast", "llm", "tasks"  # the folders that a figure measures
 KINDS = [k for k in ("decode", "prefill", "cached", "again", "padded", "ink") if k in COLOURS]
+
+
+def powers(low: float, high: float) -> list[float]:
+    """Powers of two from `low` to `high`, or of ten if those would be more than ten: the marks
+    of a logarithmic axis."""
+    two = [
+        2.0**i
+        for i in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)
+    ]
+    if len(two) <= 10:
+        return two
+    return [
+        10.0**i
+        for i in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
+    ]
+
+
+def curves(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    x_label: str,
+    y_label: str,
+    title: str = "",
+    kinds: Sequence[str] = ("decode", "prefill", "cached", "again", "padded", "ink"),
+    log: str = "",
+    spread: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+    dashed: Iterable[str] = (),
+    caption: str = "",
+) -> Picture:
+    """A `Picture` of `lines`, `{name: [(x, y), …]}`, on one scale; y from 0, or from the least
+    if that is below.
+
+    `log`: which axes are logarithmic: '', 'x', 'y' or 'xy'. `spread`:
+    `{name: [(x, low, high), …]}`, drawn as thin upright lines. `dashed`: names of lines to be
+    drawn so. `caption`: a line below. At most six lines, one for each of `kinds`. Raises
+    `ValueError` beyond that, or with nothing to draw."""
+    points = [p for line in lines.values() for p in line]
+    if not points or len(lines) > len(kinds):
+        raise ValueError(f"between one and {len(kinds)} lines can be told apart, got {len(lines)}")
+    c, left, right, spread = Canvas(), 64, 836, spread or {}
+    (x0, x1), (y0, y1) = [(min(v), max(v)) for v in zip(*points)]
+    y1 = max([y1, *(high for marks in spread.values() for _, _, high in marks)])
+    if "y" not in log:
+        y0 = min(0, y0)
+    if title:
+        heading(c, left, title)
+    c.text(left, c.y + 8, y_label, "dim")
+    c.y += 214
+    on = lambda axis, v: math.log(v) if axis in log else v
+    across, up = (
+        scale(on("x", x0), on("x", x1), left, right),
+        scale(on("y", y0), on("y", y1), c.y, c.y - 200),
+    )
+    x, y = lambda v: across(on("x", v)), lambda v: up(on("y", v))
+    for v in powers(y0, y1) if "y" in log else ticks(y0, y1, 4):
+        c.line([(left, y(v)), (right, y(v))], "idle")
+        c.text(left - 6, y(v) + 4, f"{v:,.10g}", "dim", "end")
+    for (name, line), kind in zip(lines.items(), kinds):
+        c.line(
+            [(x(a), y(b)) for a, b in line],
+            kind,
+            2,
+            **(dict(stroke_dasharray="5 4") if name in dashed else {}),
+        )
+        for a, low, high in spread.get(name, ()):
+            c.line([(x(a), y(low)), (x(a), y(high))], kind, 1.2)
+    c.y += 2
+    marks = powers(x0, x1) if "x" in log else ticks(x0, x1)
+    mark_axis(c, left, right, [(x(v), v) for v in marks], x_label)
+    legend(c, left, list(zip(kinds, lines)))
+    written(c, left, caption)
+    at = lambda p: f"{p[1]:,.4g} at {p[0]:,.4g}"
+    said = [
+        f"{name}: "
+        + (", ".join(map(at, line)) if len(line) <= 12 else f"{at(line[0])} to {at(line[-1])}")
+        for name, line in lines.items()
+    ]
+    return c.picture(
+        title or y_label,
+        "; ".join([f"{y_label} by {x_label}", *said, *([caption] if caption else [])]),
+    )
 
 
 def wanted(name):

@@ -15,7 +15,9 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.serve import page as page_module
 from batchlab.serve.batches import BatchRunner, BatchStore
 from batchlab.cli.flags import parse_args
-from batchlab.serve.page import Lookout, page_router, trusted
+from batchlab.serve.page import Lookout, page_router, steps_of, trusted
+from batchlab.view.trace import Live, StepLog
+from batchlab.view import trace as trace_module
 
 from test_server import paused_after, serving, until
 
@@ -25,7 +27,7 @@ LONG = dict(max_tokens=150, temperature=0, ignore_eos=True)
 
 
 def lookouts(llm):
-    return [w for w in llm.watchers if isinstance(w, Lookout)]
+    return [w for w in llm.watchers if isinstance(w, Live)]
 
 
 @contextlib.contextmanager
@@ -133,15 +135,16 @@ def test_letters_are_what_the_trace_says():
             "The sea is deep and then",
         ],
     )
-    with eye.viewer(), llm.trace() as trace:
+    with eye.viewer() as live, llm.trace() as trace:
         llm.generate(
             prompts,
             [dict(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 9, 3, 7, 4, 6)],
         )
     llm.close()
     data, began = json.loads(json.dumps(trace.data)), set()
-    assert len(data["steps"]) == len(eye.steps) == eye.num_steps
-    for step, (cells, decode, prefill) in zip(data["steps"], eye.steps):
+    steps = steps_of(live, 0, live.num_steps)
+    assert len(data["steps"]) == len(steps) == live.num_steps
+    for step, (cells, decode, prefill) in zip(data["steps"], steps):
         assert decode + prefill == step["tokens"] and decode == sum(
             r[3] for r in step["rows"] if not r[6]
         )
@@ -156,9 +159,8 @@ def test_letters_are_what_the_trace_says():
             )
             began.add(number)
         assert sum(c in "dDpPcCaA" for c in cells) == len(step["rows"])
-    assert eye.made == sum(r["output_tokens"] for r in data["requests"]) and any(
-        "C" in c for c, _, _ in eye.steps
-    )
+    assert live.request_log.made == sum(r["output_tokens"] for r in data["requests"])
+    assert any("C" in cells for cells, _, _ in steps)
 
 
 # what it costs, and whom
@@ -166,9 +168,8 @@ def test_letters_are_what_the_trace_says():
 
 def test_nothing_for_nobody(s, monkeypatch):
     made = []
-    monkeypatch.setattr(
-        page_module, "state_of", lambda llm, of=page_module.state_of: made.append(llm) or of(llm)
-    )
+    of = trace_module.snapshot
+    monkeypatch.setattr(trace_module, "snapshot", lambda llm: made.append(llm) or of(llm))
     asking(s.url, "a").join()
     assert not lookouts(s.llm) and not made
     with looking(s.url) as a, looking(s.url) as b:
@@ -180,6 +181,11 @@ def test_nothing_for_nobody(s, monkeypatch):
         )["num_steps"]
         assert len(made) < steps / 2, "a state is made when one is asked for, not at every step"
     until(lambda: not lookouts(s.llm))
+
+
+def can_look(url):
+    with httpx.stream("GET", f"{url}/page/events") as r:
+        return r.status_code == 200
 
 
 def test_no_more_viewers_than_there_are_places(s, monkeypatch):
@@ -194,7 +200,7 @@ def test_no_more_viewers_than_there_are_places(s, monkeypatch):
                 and r.headers["retry-after"]
                 and r.json()["error"]["code"] == "rate_limit_exceeded"
             )
-        until(lambda: lookouts(s.llm)[0].viewers == 1)
+        until(lambda: can_look(s.url))
         with looking(s.url) as b:
             next(b)
     until(lambda: not lookouts(s.llm))
@@ -204,7 +210,7 @@ def test_a_mistake_in_the_page_ends_no_request(s, monkeypatch):
     def broken(*_):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(page_module, "cells_of", broken)
+    monkeypatch.setattr(StepLog, "note", broken)
     with looking(s.url) as states:
         next(states)
         r = httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a") | LONG, timeout=100)

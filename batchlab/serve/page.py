@@ -5,18 +5,17 @@
 # %% ../../nbs/7_serve/page.ipynb #pag00004
 from __future__ import annotations
 
-import asyncio, base64, hashlib, ipaddress, json, logging, time
-from collections import deque
+import asyncio, ipaddress, json, time
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
-from itertools import islice
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from .. import __version__
 from ..errors import JobError
-from ..view.drawing import COLOURS
 from ..jobs.schema import BadRequest
+from ..view.trace import TICK, Live
+from ..view.viewer import POLICY, letters, page_html
 
 try:
     from fastapi import APIRouter, HTTPException, Request, Response
@@ -25,217 +24,45 @@ except ImportError as e:
     raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 if TYPE_CHECKING:
-    from batchlab.core.engine import Engine
     from batchlab.api import LLM
-    from batchlab.core.request import StepPlan
-    from batchlab.core.request import Request as EngineRequest
-
-log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'TICK', 'MOST_VIEWERS', 'IDLE', 'Lookout', 'trusted', 'is_foreign', 'page_router']
-
-# %% ../../nbs/7_serve/page.ipynb #pag00008
-def cells_of(engine: Engine, plan: StepPlan) -> str:
-    "What each slot does in a step: a letter for each, up to the last that does anything."
-    cells = ["."] * engine.scheduler.max_num_seqs
-    for r in engine.scheduler.running:
-        if r.slot is not None:
-            cells[r.slot] = "h"
-    new = {*plan.admitted}
-    for row in plan.rows:
-        r = row.request
-        if r.slot is None:
-            continue
-        kind = (
-            "p"
-            if row.n_tokens > 1 or row.start < len(r.prompt_ids)
-            else "b"
-            if r.preemptible
-            else "d"
-        )
-        if r.num_seen > row.start:
-            kind = "a"
-        elif r in new and r.num_cached_tokens:
-            kind = "c"
-        cells[r.slot] = kind.upper() if r in new else kind
-    return "".join(cells).rstrip(".")
-
-# %% ../../nbs/7_serve/page.ipynb #pag0000c
-def slot_of(r: EngineRequest, first: int) -> list[Any]:
-    """Of a running request: slot, id, phase, tokens of its prompt, computed, cached, of its
-    answer, the most of it, and whether it is of a batch."""
-    done = (
-        r.num_tokens if r.output_ids and not r.num_computed_tokens else r.num_computed_tokens
-    )  # some runners keep nothing
-    phase = (
-        "prefill"
-        if done < len(r.prompt_ids)
-        else "again"
-        if done < min(r.num_seen, r.num_tokens - 1)
-        else "decode"
-    )
-    return [
-        first + (r.slot or 0),
-        r.request_id[:40],
-        phase,
-        len(r.prompt_ids),
-        done,
-        r.num_cached_tokens or 0,
-        len(r.output_ids),
-        r.max_tokens,
-        r.preemptible,
-    ]
-
-
-def state_of(llm: LLM) -> dict[str, Any]:
-    """What the engines of `llm` have in slots, queues and blocks, and the sums of all requests
-    that ended. For who holds `llm.mutex`."""
-    schedulers, slots, first = [e.scheduler for e in llm.engines.values()], [], 0
-    for s in schedulers:
-        slots += [slot_of(r, first) for r in s.running]
-        first += s.max_num_seqs
-    pools, sums = [s.pool for s in schedulers], llm.delivery.sums
-    total = (llm.limits.kv_tokens or 0) // (llm.backend.block_size or 1) or sum(map(len, pools))
-    queue = [
-        [r.request_id[:40], len(r.prompt_ids), r.preemptible]
-        for s in schedulers
-        for r in islice(s.waiting, 24)
-    ]
-    return dict(
-        running=len(slots),
-        seats=first or llm.limits.max_num_seqs,
-        slots=sorted(slots),
-        waiting=sum(len(s.waiting) for s in schedulers) + len(llm.inbox),
-        queue=queue[:24],
-        behind=sum(r.preemptible for s in schedulers for r in s.waiting),
-        kv=dict(
-            held=sum(p.num_held for p in pools),
-            cached=sum(len(p.cached) for p in pools),
-            total=total,
-        ),
-        totals=dict(
-            prompt=sums["prompt_tokens"],
-            cached=sums["cached_tokens"],
-            out=sums["output_tokens"],
-            preempted=sums["preemptions"],
-            ended=dict(llm.delivery.ends),
-        ),
-    )
+__all__ = ['MOST_VIEWERS', 'IDLE', 'STEPS', 'Lookout', 'trusted', 'is_foreign', 'page_router']
 
 # %% ../../nbs/7_serve/page.ipynb #pag00010
-TICK, MOST_VIEWERS, IDLE = (
-    0.25,
-    16,
-    5.0,
-)  # seconds between states; seconds after which one comes though nothing changed
+MOST_VIEWERS, IDLE = 16, 5.0  # seconds after which a state is sent though nothing changed
+STEPS = 480  # that a page is sent at once
 
 
 class Lookout:
-    """What the engines of `llm` do, noted while there are `viewers`.
-
-    `shot`: the newest state, a `dict`, with the last `steps` as
-    `(cells, tokens decoded, tokens of prompts)`; `num_steps`: how many it has seen."""
+    "Records what `llm` does while there are `viewers`: `live`, and None while there are none."
 
     def __init__(self, llm: LLM) -> None:
-        self.llm, self.viewers, self.wanted = llm, 0, False
-        self.forget()
-
-    def forget(self) -> None:
-        self.shot: dict[str, Any] | None = None
-        self.steps: deque[tuple[str, int, int]] = deque(maxlen=480)
-        self.times: deque[list[float]] = deque(maxlen=64)
-        self.marks: list[float] = []
-        self.rows: list[EngineRequest] = []
-        self.num_steps = self.made = self.read = 0
+        self.llm, self.viewers = llm, 0
+        self.live: Live | None = None
 
     @contextmanager
-    def viewer(self) -> Iterator[None]:
+    def viewer(self) -> Iterator[Live]:
         "Somebody looks while the context lasts. Raises `BadRequest` if there are too many."
+        self.check()
+        self.viewers += 1
+        if self.live is None:
+            self.live = Live(self.llm)
+            self.llm.watchers.append(self.live)  # a step may be under way: nobody waits for its end
+        try:
+            yield self.live
+        finally:
+            self.viewers -= 1
+            if not self.viewers:
+                self.live.stop(wait=False)
+                self.live = None
+
+    def check(self) -> None:
+        "Raises `BadRequest` if there are too many viewers."
         if self.viewers >= MOST_VIEWERS:
             raise BadRequest(
                 f"{MOST_VIEWERS} people look at this page already", "rate_limit_exceeded"
             )
-        self.viewers += 1
-        if self.viewers == 1:
-            self.forget()
-            self.llm.watchers.append(self)
-        try:
-            yield
-        finally:
-            self.viewers -= 1
-            if not self.viewers:
-                self.leave()
-
-    def leave(self) -> None:
-        with suppress(ValueError):
-            self.llm.watchers.remove(self)
-
-    def __call__(self, engine: Any, event: str, x: Any) -> None:
-        "Note a part of a step, in the thread that steps."
-        try:
-            self.note(engine, event, x)
-        except Exception as e:
-            log.error("the page stops looking, for it failed", exc_info=e)
-            self.leave()
-
-    def note(self, engine: Engine, event: str, x: Any) -> None:
-        if event == "begin":
-            self.marks = []
-        elif event not in ("schedule", "forward", "sample", "text"):
-            return
-        self.marks.append(time.perf_counter())
-        if event == "schedule" and x.rows:
-            decode = sum(
-                row.n_tokens
-                for row in x.rows
-                if row.start >= len(row.request.prompt_ids) and row.n_tokens == 1
-            )
-            self.now, self.before = (
-                (cells_of(engine, x), decode, x.num_tokens - decode),
-                sum(len(row.request.output_ids) for row in x.rows),
-            )
-            self.rows = [row.request for row in x.rows]
-        if event != "text" or len(self.marks) < 5:
-            return
-        self.steps.append(self.now)
-        self.times.append(self.marks)
-        self.num_steps += 1
-        self.made += sum(len(r.output_ids) for r in self.rows) - self.before
-        self.read += self.now[2]
-        self.rows = []
-        if self.wanted:
-            self.take()
-
-    def take(self) -> None:
-        "Make `shot` anew; for who holds `llm.mutex`."
-        self.wanted, sums = False, [sum(t[i + 1] - t[i] for t in self.times) for i in range(4)]
-        parts = dict(zip(("schedule", "forward", "sample", "text"), sums)) | dict(
-            all=sum(sums), steps=len(self.times)
-        )
-        self.shot = state_of(self.llm) | dict(
-            t=time.perf_counter(),
-            made=self.made,
-            read=self.read,
-            parts=parts,
-            steps=[*self.steps],
-            num_steps=self.num_steps,
-        )
-
-    def look(self) -> dict[str, Any] | None:
-        """The newest state, in the thread of the viewers: that of the last step, or one of this
-        moment if the engine stands. Another one is asked for."""
-        if self.wanted and self.llm.mutex.acquire(blocking=False):
-            try:
-                self.take()
-            finally:
-                self.llm.mutex.release()
-            with self.llm.progress:
-                self.llm.progress.notify_all()  # who wanted to step just now need not wait
-        shot = self.shot
-        if shot is None or time.perf_counter() - shot["t"] > TICK / 2:
-            self.wanted = True
-        return shot
 
 # %% ../../nbs/7_serve/page.ipynb #pag00014
 def facts_of(api: Any) -> dict[str, Any]:
@@ -250,522 +77,33 @@ def facts_of(api: Any) -> dict[str, Any]:
     )
 
 
-async def feed(lookout: Lookout, api: Any, more: dict[str, Any]) -> AsyncGenerator[bytes]:
+def steps_of(live: Live, first: int, end: int) -> list[tuple[str, int, int]]:
+    "Steps `first` to `end` (excluded): letters, tokens decoded, tokens of prompts."
+    steps, batch, found = live.since(max(first, end - STEPS)), live.request_log.batch, []
+    for s in [s for s in steps if s["step"] < end]:
+        decode = sum(row[3] for row in s["rows"] if not row[6])
+        found.append((letters(s, batch), decode, s["tokens"] - decode))
+    return found
+
+
+async def feed(live: Live, api: Any, more: dict[str, Any]) -> AsyncGenerator[bytes]:
     "States as server-sent events, until the server stops."
     seen, before, sent = 0, None, 0.0
     while not api.draining:
-        if (shot := lookout.look()) is not None:
+        if (shot := live.look()) is not None:
             now = shot | facts_of(api) | more
-            new = min(now["num_steps"] - seen, len(now["steps"]))
-            same = {k: v for k, v in now.items() if k not in ("t", "steps")}
+            same = {k: v for k, v in now.items() if k != "t"}
             if same != before or time.perf_counter() - sent > IDLE:
+                steps = steps_of(live, seen, now["num_steps"])
                 before, sent, seen = same, time.perf_counter(), now["num_steps"]
-                yield (
-                    b"data: "
-                    + json.dumps(
-                        now | dict(steps=now["steps"][-new:] if new else []), separators=(",", ":")
-                    ).encode()
-                    + b"\n\n"
-                )
+                data = json.dumps(now | dict(steps=steps), separators=(",", ":"))
+                yield b"data: " + data.encode() + b"\n\n"
         await asyncio.sleep(TICK if before else TICK / 10)
 
-# %% ../../nbs/7_serve/page.ipynb #pag00017
-JS_START = r"""
-const $ = id => document.getElementById(id), css = name => `var(--${name})`;
-const number = (x, digits = 0) => x.toLocaleString('en', {maximumFractionDigits: digits, minimumFractionDigits: digits});
-const many = (n, word) => `${number(n)} ${word}${n === 1 ? '' : 's'}`;
-const put = (e, text) => { if (e.textContent !== text) e.textContent = text; };          // what stays is left alone: a reader may be in it
-function el(tag, attrs = {}, ...content) {
-  const e = document.createElement(tag);
-  for (const [k, v] of Object.entries(attrs)) k.startsWith('on') ? e.addEventListener(k.slice(2), v) : e.setAttribute(k, v);
-  e.append(...content);
-  return e;
-}
-const calm = matchMedia('(prefers-reduced-motion: reduce)'), dark = matchMedia('(prefers-color-scheme: dark)');
-const kept = name => { try { return sessionStorage.getItem(name) || ''; } catch { return ''; } };
-const keep = (name, value) => { try { value ? sessionStorage.setItem(name, value) : sessionStorage.removeItem(name); } catch { /* for this page alone */ } };
-let key = kept('batchlab-key');
-const call = (path, options = {}) => fetch(path, {...options, cache: 'no-store', credentials: 'omit', headers: {...options.headers, ...(key && {Authorization: `Bearer ${key}`})}});
-async function failure(response) {
-  try { return (await response.json()).error.message; } catch { return `the server answered with status ${response.status}`; }
-}
-async function events(response, take) {                                                    // reads a stream of server-sent events
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let text = '';;) {
-    const {value, done} = await reader.read();
-    if (done) return;
-    const whole = (text + value).split('\n\n');
-    text = whole.pop();
-    for (const e of whole) if (e.startsWith('data: ')) take(e.slice(6));
-  }
-}
-"""
-
-# %% ../../nbs/7_serve/page.ipynb #pag00019
-JS_ROLL = r"""
-const KINDS = {d: 'decode', b: 'decode', p: 'prefill', a: 'again', h: 'held', c: 'cached'};
-let steps = [], tones = {};
-function readTones() {                                                                     // a canvas knows no CSS variables
-  const probe = document.body.appendChild(el('i'));
-  for (const k of ['ground', 'edge', 'ink', 'dim', 'idle', 'held', 'decode', 'prefill', 'again', 'cached']) {
-    probe.style.color = css(k);
-    tones[k] = getComputedStyle(probe).color;
-  }
-  probe.remove();
-}
-function sharp(canvas, high) {                                                             // its context, in pixels of the page
-  const wide = canvas.clientWidth, ratio = devicePixelRatio || 1, g = canvas.getContext('2d');
-  if (canvas.width !== Math.round(wide * ratio) || canvas.height !== Math.round(high * ratio)) {
-    canvas.width = Math.round(wide * ratio);
-    canvas.height = Math.round(high * ratio);
-    canvas.style.height = `${high}px`;
-  }
-  g.setTransform(ratio, 0, 0, ratio, 0, 0);
-  g.clearRect(0, 0, wide, high);
-  return [g, wide];
-}
-function drawRoll(seats) {                                                                 // a column for each step, a row for each slot
-  const canvas = $('roll'), lanes = Math.max(1, Math.min(seats, Math.max(8, ...steps.map(s => s[0].length))));
-  const lane = Math.max(2, Math.min(14, Math.floor(280 / lanes))), top = lanes * lane, high = top + 62, left = 34;
-  const [g, wide] = sharp(canvas, high), unit = wide > 500 ? 4 : 3, room = Math.floor((wide - left) / unit);
-  const shown = steps.slice(-room), most = Math.max(8, ...shown.map(s => s[1] + s[2])), gap = lane > 4 ? 1 : 0;
-  const right = left + room * unit, begin = right - shown.length * unit;            // whole pixels: no seams
-  g.fillStyle = tones.idle;
-  for (let i = 0; i < lanes; i++) g.fillRect(left, i * lane, right - left, lane - gap);
-  shown.forEach(([cells, decode, prefill], k) => {
-    const x = begin + k * unit;
-    for (let i = 0; i < cells.length && i < lanes; i++) {
-      const kind = KINDS[cells[i].toLowerCase()];
-      if (!kind) continue;
-      const fresh = cells[i] !== cells[i].toLowerCase();
-      g.fillStyle = tones[kind];
-      const thin = cells[i].toLowerCase() === 'b' ? Math.floor((lane - gap) / 2) : 0;
-      g.fillRect(x, i * lane + thin, unit, lane - gap - thin);
-      if (fresh) { g.fillStyle = tones.ink; g.fillRect(x, i * lane, 1, lane - gap); }
-    }
-    const d = 46 * decode / most, p = 46 * prefill / most;
-    g.fillStyle = tones.decode;
-    g.fillRect(x, high - 4 - d, unit - 1, d);
-    g.fillStyle = tones.prefill;
-    g.fillRect(x, high - 4 - d - p, unit - 1, p);
-  });
-  g.fillStyle = tones.dim;
-  g.font = '11px system-ui, sans-serif';
-  g.textAlign = 'right';
-  for (let i = 0, named = -99; i < lanes; i++) if (i * lane - named >= 13) { named = i * lane; g.fillText(i, left - 6, i * lane + Math.min(lane, 13) - 2); }
-  g.fillText(number(most), left - 6, high - 44);
-  g.fillText('0', left - 6, high - 3);
-  g.fillRect(left, high - 3, right - left, 1);
-}
-function drawSpeed(points) {                                                               // tokens a second over the last minute
-  const [g, wide] = sharp($('speed'), 34), most = Math.max(1, ...points), x = k => wide * (k + 1 - points.length + 240) / 240;
-  g.beginPath();
-  g.moveTo(x(0), 34);
-  points.forEach((p, k) => g.lineTo(x(k), 33 - 30 * p / most));
-  g.lineTo(x(points.length - 1), 34);
-  g.globalAlpha = .25;
-  g.fillStyle = tones.decode;
-  g.fill();
-  g.globalAlpha = 1;
-  g.beginPath();
-  points.forEach((p, k) => g.lineTo(x(k), 33 - 30 * p / most));
-  g.strokeStyle = tones.decode;
-  g.lineWidth = 1.5;
-  g.stroke();
-}
-"""
-
-# %% ../../nbs/7_serve/page.ipynb #pag0001b
-JS_SHOW = r"""
-let shots = [], speeds = [], last = null, drawn = 0, named = 0;
-function rate(name) {                                                                      // a second, over the last three
-  const a = shots[0], b = shots.at(-1);
-  return b.running && b.t > a.t ? Math.max(0, b[name] - a[name]) / (b.t - a.t) : 0;
-}
-const share = (a, b) => b ? `${number(100 * a / b, a && a < b / 10 ? 1 : 0)}%` : '–';
-const parts = (s, names) => names.map(k => `${k} ${number(1000 * s.parts[k] / Math.max(1, s.parts.steps), 1)} ms`).join(', ');
-
-function showFigures(s) {
-  const speed = rate('made'), t = s.totals;
-  speeds = [...speeds, speed].slice(-240);
-  put($('model'), s.model);
-  put($('f-running'), number(s.running));
-  put($('n-running'), `of ${many(s.seats, 'slot')}`);
-  put($('f-waiting'), number(s.waiting));
-  put($('n-waiting'), s.waiting ? 'for a slot or memory' : 'nobody');
-  put($('f-speed'), number(speed, speed < 10 ? 1 : 0));
-  put($('n-speed'), `and ${number(rate('read'))} of prompts`);
-  put($('f-kv'), s.kv.total ? share(s.kv.held, s.kv.total) : number(s.kv.held));
-  put($('n-kv'), `${number(s.kv.held)} of ${many(s.kv.total, 'block')}, ${number(s.kv.cached)} cached`);
-  $('b-kv').style.width = `${100 * s.kv.held / Math.max(1, s.kv.total)}%`;
-  put($('f-hits'), share(t.cached, t.prompt));
-  put($('n-hits'), `${number(t.cached)} of ${number(t.prompt)} prompt tokens`);
-  $('b-hits').style.width = `${100 * t.cached / Math.max(1, t.prompt)}%`;
-  put($('f-streams'), number(s.streams));
-  put($('n-streams'), `${number(s.pending)} of ${number(s.most)} answers under way`);
-  put($('f-step'), s.parts.steps ? `${number(1000 * s.parts.all / s.parts.steps, 1)} ms` : '–');
-  put($('n-step'), s.parts.steps ? `${share(s.parts.forward, s.parts.all)} of it in the model` : 'no step yet');
-  $('step').title = s.parts.steps ? parts(s, ['schedule', 'forward', 'sample', 'text']) : '';
-  const ended = Object.entries(t.ended).map(([why, n]) => `${number(n)} ${why}`).join(', ');
-  put($('f-done'), number(Object.values(t.ended).reduce((a, b) => a + b, 0)));
-  put($('n-done'), `${ended || 'none yet'}${t.preempted ? `; ${many(t.preempted, 'preemption')}` : ''}`);
-}
-
-const ROWS = 40;
-function showSlots(s) {
-  const body = $('slots'), rows = s.slots.slice(0, ROWS), longest = Math.max(64, ...rows.map(r => r[3] + r[6]));
-  while (body.rows.length > rows.length) body.deleteRow(-1);
-  while (body.rows.length < rows.length) body.append(el('tr', {}, el('th', {scope: 'row'}), el('td', {}, el('i', {class: 'dot'}), el('span')),
-    el('td', {class: 'wide'}, el('span', {class: 'bar'}, el('i'), el('i'), el('i'))), el('td', {class: 'num'}), el('td', {class: 'num'})));
-  rows.forEach(([slot, id, phase, prompt, computed, cached, out, max, batch], k) => {
-    const [a, b, c, d, e] = body.rows[k].cells, read = Math.min(computed, prompt), found = Math.min(cached, read);
-    put(a, String(slot));
-    b.firstChild.style.background = css(phase);
-    put(b.lastChild, `${phase}${batch ? ', batch' : ''}`);
-    body.rows[k].title = `request ${id}`;
-    [[found, 'cached'], [read - found, 'prefill'], [out, 'decode']].forEach(([n, kind], j) => {
-      const bar = c.firstChild.children[j].style;
-      bar.width = `${100 * n / longest}%`;
-      bar.background = css(kind);
-    });
-    put(d, `${number(read)}/${number(prompt)}`);
-    put(e, `${number(out)}/${number(max)}`);
-  });
-  const more = s.slots.length - rows.length;
-  put($('more'), rows.length ? (more ? `and ${number(more)} more` : '') : 'Nothing runs. Ask something in the playground, or send a request.');
-  $('slot-table').hidden = !rows.length;
-}
-function showQueue(s) {
-  const online = s.waiting - s.behind, chips = $('chips'), next = s.waiting ? s.queue : [];
-  put($('queue'), s.waiting ? `${number(online)} online, ${number(s.behind)} of batches. The next, by the tokens of their prompts:` : 'Nobody waits.');
-  while (chips.children.length > next.length) chips.lastChild.remove();
-  while (chips.children.length < next.length) chips.append(el('li', {class: 'chip'}));
-  next.forEach(([id, prompt, batch], k) => {
-    put(chips.children[k], number(prompt));
-    chips.children[k].classList.toggle('batch', batch);
-    chips.children[k].title = `request ${id}${batch ? ', of a batch' : ''}`;
-  });
-}
-
-function take(text) {
-  const s = JSON.parse(text);
-  for (const step of s.steps) steps.push(step);
-  steps = steps.slice(-480);
-  shots = [...shots.filter(x => x.t > s.t - 3), s];
-  last = s;
-  if (calm.matches && performance.now() - drawn < 2000) return;                            // fewer changes for who asked for few
-  drawn = performance.now();
-  show();
-}
-function show() {
-  if (!last) return;
-  showFigures(last);
-  showSlots(last);
-  showQueue(last);
-  drawRoll(last.seats);
-  drawSpeed(speeds);
-  if (performance.now() - named > 5000 || !named) {
-    named = performance.now();
-    $('roll').setAttribute('aria-label', `The last ${number(steps.length)} steps: ${number(last.running)} of ${many(last.seats, 'slot')} in use, `
-      + `${number(last.waiting)} waiting, ${number(rate('made'))} tokens a second. The table below has each slot.`);
-  }
-}
-"""
-
-# %% ../../nbs/7_serve/page.ipynb #pag0001d
-JS_FEED = r"""
-let feed = null, paused = false, tries = 0, again = null;
-const say = text => put($('state'), text);
-function stop() {
-  clearTimeout(again);
-  feed?.abort();
-  feed = null;
-}
-function askKey(wrong) {
-  stop();
-  document.body.classList.add('locked');
-  put($('wrong'), wrong ? 'This key is not the one that the server has.' : '');
-  say('The server wants an API key.');
-  $('key').focus();
-}
-async function watch() {
-  stop();
-  if (paused || document.hidden) return;                                                   // who does not look costs nothing
-  const mine = feed = new AbortController();
-  try {
-    const r = await call('/page/events', {signal: mine.signal});
-    if (r.status === 401) return askKey(key);
-    if (!r.ok) throw Error(await failure(r));
-    document.body.classList.remove('locked');
-    $('forget').hidden = !key;
-    [steps, shots, last] = [[], [], null];
-    tries = 0;
-    say('Live');
-    listBatches();
-    await events(r, take);
-    throw Error('The server has closed the connection');
-  } catch (e) {
-    if (mine.signal.aborted) return;
-    say(`${e.message === 'Failed to fetch' || e.name === 'TypeError' ? 'The server can not be reached' : e.message}: trying again.`);
-    again = setTimeout(watch, Math.min(10000, 1000 * 2 ** tries++));
-  }
-}
-document.addEventListener('visibilitychange', () => document.hidden ? stop() : watch());
-$('pause').onclick = () => {
-  paused = !paused;
-  put($('pause'), paused ? 'Go on' : 'Pause');
-  paused ? (stop(), say('Paused')) : watch();
-};
-$('ask').onsubmit = e => {
-  e.preventDefault();
-  key = $('key').value.trim();
-  keep('batchlab-key', key);
-  $('key').value = '';
-  watch();
-};
-$('forget').onclick = () => {
-  key = '';
-  keep('batchlab-key', '');
-  askKey(false);
-};
-function scheme(to) {
-  document.documentElement.style.colorScheme = to;
-  keep('batchlab-scheme', to);
-  readTones();
-  show();
-}
-$('theme').onclick = () => scheme((document.documentElement.style.colorScheme || (dark.matches ? 'dark' : 'light')) === 'dark' ? 'light' : 'dark');
-dark.onchange = () => { readTones(); show(); };
-addEventListener('resize', show);
-"""
-
-# %% ../../nbs/7_serve/page.ipynb #pag0001f
-JS_BATCHES = r"""
-let names = new Map(), due = null;
-async function fileLink(e) {                                                               // a link sends no key
-  if (!key) return;
-  e.preventDefault();
-  const link = e.currentTarget, r = await call(link.getAttribute('href'));
-  if (!r.ok) return say(await failure(r));
-  const url = URL.createObjectURL(await r.blob());
-  el('a', {href: url, download: link.download}).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60000);
-}
-function outcome(c, name) {                                                                  // what was answered, and what failed
-  const bar = el('span', {class: 'bar', role: 'progressbar', 'aria-valuenow': c.completed + c.failed, 'aria-valuemax': c.total,
-    'aria-label': `done of ${name}, ${number(c.failed)} failed`}, el('i'), el('i'));
-  [['completed', 'decode'], ['failed', 'failed']].forEach(([k, tone], i) => {
-    bar.children[i].style.width = `${100 * c[k] / Math.max(1, c.total)}%`;
-    bar.children[i].style.background = `var(--${tone})`;
-  });
-  return bar;
-}
-function batchRow(b) {
-  const c = b.request_counts || {total: 0, completed: 0, failed: 0}, done = c.completed + c.failed, name = names.get(b.input_file_id) || b.input_file_id;
-  const link = (id, label) => id ? [el('a', {href: `/v1/files/${encodeURIComponent(id)}/content`, download: `${id}.jsonl`, onclick: fileLink,
-    'aria-label': `${label} of ${name}`}, label), ' '] : [];
-  const failed = c.failed ? `, ${number(c.failed)} failed` : '';
-  return el('li', {}, el('span', {class: 'name'}, name), el('span', {class: 'chip'}, b.status.replace('_', ' ')),
-    el('span', {class: 'when'}, [...Object.values(b.metadata || {}), new Date(b.created_at * 1000).toLocaleString(), b.id].join(', ')),
-    outcome(c, name),
-    el('span', {class: 'num'}, `${number(done)} of ${number(c.total)}${failed}`), el('span', {}, ...link(b.output_file_id, 'answers'), ...link(b.error_file_id, 'errors')));
-}
-async function listBatches() {
-  clearTimeout(due);
-  if (!feed || !last?.batches) {
-    put($('no-batches'), last ? 'The server keeps no files: start it with --data FOLDER.' : '');
-    if (feed) due = setTimeout(listBatches, 500);
-    return;
-  }
-  try {
-    const r = await call('/v1/batches?limit=8');
-    if (!r.ok) throw Error(await failure(r));
-    const {data, has_more} = await r.json();
-    if (data.some(b => !names.has(b.input_file_id))) {
-      const files = await (await call('/v1/files?limit=1000&purpose=batch')).json();
-      names = new Map([...data.map(b => [b.input_file_id, '']), ...(files.data || []).map(f => [f.id, f.filename])]);
-    }
-    const made = data.map(batchRow), list = $('batches');
-    if (made.map(x => x.outerHTML).join() !== [...list.children].map(x => x.outerHTML).join() && !list.contains(document.activeElement)) list.replaceChildren(...made);
-    put($('no-batches'), data.length ? (has_more ? 'The newest 8.' : '') : 'No batch yet: batchlab batch submit FILE.');
-  } catch (e) { put($('no-batches'), e.message); }
-  due = setTimeout(listBatches, 2000);
-}
-"""
-
-# %% ../../nbs/7_serve/page.ipynb #pag00021
-JS_CHAT = r"""
-let talk = [], asking = null;
-const turn = (who, text) => {
-  const said = el('p', {class: who}, el('b', {}, who === 'user' ? 'You' : 'Model'), el('span', {}, text));
-  $('talk').append(said);
-  $('talk').scrollTop = $('talk').scrollHeight;
-  return said.lastChild;
-};
-function busy(on) {
-  $('send').disabled = on;
-  $('stop').disabled = !on;
-}
-function usageLine(usage, seconds, first, chunks) {
-  if (!usage) return `stopped after ${number(seconds, 1)} s and ${many(chunks, 'part')}`;
-  const cached = usage.prompt_tokens_details?.cached_tokens, out = usage.completion_tokens;
-  return `${many(usage.prompt_tokens, 'token')} in${cached ? ` (${number(cached)} cached)` : ''}, ${number(out)} out, ${number(seconds, 2)} s, `
-    + `the first after ${number(first, 2)} s, ${number(out / Math.max(seconds, .001), 1)} tokens/s`;
-}
-async function send() {
-  const text = $('say').value.trim();
-  if (!text || asking) return;
-  const mine = asking = new AbortController(), begin = performance.now(), since = () => (performance.now() - begin) / 1000;
-  let usage = null, first = 0, chunks = 0, said = '', reason = null, wrong = '';
-  $('say').value = '';
-  turn('user', text);
-  talk.push({role: 'user', content: text});
-  const answer = turn('model', '');
-  busy(true);
-  put($('said'), 'Answering …');
-  try {
-    const body = {messages: talk, stream: true, stream_options: {include_usage: true}, max_tokens: +$('max').value, temperature: +$('warm').value};
-    const r = await call('/v1/chat/completions', {method: 'POST', body: JSON.stringify(body), headers: {'Content-Type': 'application/json'}, signal: mine.signal});
-    if (!r.ok) throw Error(await failure(r));
-    await events(r, data => {
-      if (data === '[DONE]') return;
-      const e = JSON.parse(data), choice = e.choices?.[0];
-      if (e.error) throw Error(e.error.message);
-      if (choice?.delta?.content) {
-        first ||= since();
-        chunks++;
-        said += choice.delta.content;
-        const log = $('talk'), below = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-        answer.textContent = said;
-        if (below) log.scrollTop = log.scrollHeight;                                       // unless somebody reads further up
-      }
-      reason = choice?.finish_reason || reason;
-      usage = e.usage || usage;
-    });
-  } catch (e) { if (!mine.signal.aborted) wrong = e.message; }
-  if (wrong && !said) talk.pop(), answer.parentNode.remove();
-  else talk.push({role: 'assistant', content: said});
-  put($('said'), wrong ? `Failed: ${wrong}` : `Done${reason === 'length' ? ' (max tokens)' : ''}: ${usageLine(usage, since(), first, chunks)}`);
-  asking = null;
-  busy(false);
-}
-$('play').onsubmit = e => { e.preventDefault(); send(); };
-$('say').onkeydown = e => { if (e.key === 'Enter' && !e.shiftKey && !e.isComposing) { e.preventDefault(); send(); } };
-$('stop').onclick = () => { asking?.abort(); $('say').focus(); };
-$('anew').onclick = () => {
-  asking?.abort();
-  talk = [];
-  $('talk').replaceChildren();
-  put($('said'), '');
-  $('say').focus();
-};
-document.documentElement.style.colorScheme = kept('batchlab-scheme');
-readTones();
-busy(false);
-watch();
-"""
-
-# %% ../../nbs/7_serve/page.ipynb #pag00022
-CSS = r"""
-body{margin:0;background:var(--ground);color:var(--ink);font:14px/1.45 system-ui,sans-serif}*{box-sizing:border-box}[hidden]{display:none!important}
-header,main{max-width:1320px;margin:0 auto;padding:0 16px}header{display:flex;flex-wrap:wrap;gap:4px 12px;align-items:center;padding-top:12px}
-h1{font-size:18px;margin:0}h1 span{font-weight:400;color:var(--dim);font-size:14px;overflow-wrap:anywhere}#state{margin:0 auto 0 0;color:var(--dim)}
-h2{font-size:14px;margin:0 0 8px}.note{color:var(--dim);margin:4px 0;font-size:13px}
-.skip{position:absolute;left:-999px}.skip:focus{left:16px;top:4px;background:var(--ground);z-index:2;padding:4px 8px}
-button,input,textarea{font:inherit;color:inherit;background:var(--idle);border:1px solid var(--dim);border-radius:6px;padding:4px 10px;min-height:32px}
-button{cursor:pointer}button:disabled{opacity:.5;cursor:default}input,textarea{background:var(--ground);width:100%}
-a{color:light-dark(#0b57a4,#7db5f5)}:focus-visible{outline:2px solid var(--decode);outline-offset:2px}
-.locked main>:not(#ask),.locked #pause,body:not(.locked) #ask{display:none}#ask{max-width:420px;margin:40px auto;display:grid;gap:8px}
-main{display:grid;grid-template-columns:minmax(0,1.65fr) minmax(0,1fr);gap:16px;padding-top:12px;padding-bottom:32px}
-.locked main{display:block}#figures{grid-column:1/-1;display:grid;grid-template-columns:repeat(4,minmax(0,1fr));gap:10px;margin:0}
-#figures div{border:1px solid var(--edge);border-radius:8px;padding:8px 12px;min-width:0;position:relative}
-dt{color:var(--dim);font-size:13px}dd{margin:0}dd b{display:block;font-size:24px;line-height:1.25;font-weight:600;font-variant-numeric:tabular-nums}
-dd span{display:block;color:var(--dim);font-size:12.5px;font-variant-numeric:tabular-nums}#chips{display:flex;flex-wrap:wrap;gap:4px;list-style:none;margin:0;padding:0}#chips li{font-size:12.5px;border-color:var(--prefill)}#chips .batch{border-color:var(--edge);color:var(--dim)}
-dd .meter{margin:6px 0 0;height:4px;background:var(--idle);border-radius:2px}
-.meter i{display:block;height:4px;border-radius:2px;background:var(--decode);max-width:100%}#b-hits{background:var(--cached)}
-#speed{position:absolute;right:10px;top:10px;width:45%;height:34px}
-section{border:1px solid var(--edge);border-radius:8px;padding:12px;min-width:0}.side,.wide-side{display:grid;gap:16px;align-content:start;min-width:0}
-#roll{display:block;width:100%;height:180px}.key{font-size:12.5px;color:var(--dim);margin:8px 0 0}
-.key i,.dot{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}.key span{white-space:nowrap;margin-right:12px}
-.k-decode{background:var(--decode)}.k-batch{background:linear-gradient(var(--idle) 50%,var(--decode) 50%)}.k-prefill{background:var(--prefill)}.k-cached{background:var(--cached)}.k-again{background:var(--again)}.k-held{background:var(--held)}.k-idle{background:var(--idle)}
-.scroll{overflow:auto;max-height:1000px}table{border-collapse:collapse;width:100%;font-size:13px}
-td,th{padding:2px 10px 2px 0;text-align:left;font-weight:400;border-bottom:1px solid var(--edge);white-space:nowrap}thead th{color:var(--dim)}
-td.num,th.num{text-align:right;font-variant-numeric:tabular-nums}.num{font-variant-numeric:tabular-nums}td.wide{width:55%}
-.bar{display:flex;height:10px;background:var(--idle);border-radius:3px;overflow:hidden;min-width:60px}.bar i{display:block;height:10px}
-#talk{min-height:140px;max-height:340px;overflow:auto;border:1px solid var(--edge);border-radius:6px;padding:8px 10px}#talk p{margin:0 0 10px;white-space:pre-wrap;overflow-wrap:anywhere}
-#talk b{display:block;font-size:12px;color:var(--dim);font-weight:600}.model span{display:block;border-left:3px solid var(--decode);padding-left:8px}
-#play{display:grid;gap:8px;margin-top:8px}.line{display:flex;flex-wrap:wrap;gap:8px;align-items:end}.line label{flex:1 1 90px}#play label{font-size:13px;color:var(--dim)}
-::placeholder{color:var(--dim);opacity:1}textarea{resize:vertical;min-height:56px;display:block;color:var(--ink)}#play input{color:var(--ink)}#said{min-height:1.45em;font-variant-numeric:tabular-nums}
-#batches{list-style:none;margin:0;padding:0}#batches li{display:flex;flex-wrap:wrap;gap:2px 10px;align-items:center;padding:6px 0;border-bottom:1px solid var(--edge);font-size:13px}
-.name{flex:1 1 100%;overflow-wrap:anywhere}.chip{border:1px solid var(--edge);border-radius:9px;padding:0 8px}.when{flex:1 1 100%;color:var(--dim);overflow-wrap:anywhere}#batches .bar{flex:1 1 90px;height:8px}
-@media(max-width:900px){main{grid-template-columns:minmax(0,1fr)}#figures{grid-template-columns:repeat(2,minmax(0,1fr))}}
-@media(max-width:480px){header,main{padding-left:10px;padding-right:10px}#figures{gap:6px}#figures div{padding:6px 8px}dd b{font-size:20px}#speed{width:34%}td.wide{width:30%}td,th{padding-right:6px}}
-@media(forced-colors:active){.bar i,.dot,.key i,.meter i{forced-color-adjust:none}}
-"""
-
-# %% ../../nbs/7_serve/page.ipynb #pag00023
-BODY = r"""
-<a class="skip" href="#say">To the playground</a>
-<header><h1>batchlab <span id="model"></span></h1><p id="state" role="status">Connecting …</p>
-<button id="pause">Pause</button><button id="forget" hidden>Forget the key</button><button id="theme" aria-label="Switch between light and dark" title="Light or dark">◐</button></header>
-<main>
-<form id="ask"><label for="key">API key of this server</label><input id="key" type="password" autocomplete="off" required>
-<button>Open</button><p id="wrong" role="alert"></p><p class="note">It is kept until this tab is closed.</p></form>
-<dl id="figures" aria-label="The engine now">
-<div><dt>Running</dt><dd><b id="f-running">–</b><span id="n-running"></span></dd></div>
-<div><dt>Waiting</dt><dd><b id="f-waiting">–</b><span id="n-waiting"></span></dd></div>
-<div><dt>Tokens a second</dt><dd><b id="f-speed">–</b><span id="n-speed"></span><canvas id="speed" aria-hidden="true"></canvas></dd></div>
-<div id="step"><dt>A step takes</dt><dd><b id="f-step">–</b><span id="n-step"></span></dd></div>
-<div><dt>KV cache in use</dt><dd><b id="f-kv">–</b><span id="n-kv"></span><p class="meter"><i id="b-kv"></i></p></dd></div>
-<div><dt>Prefix hits</dt><dd><b id="f-hits">–</b><span id="n-hits"></span><p class="meter"><i id="b-hits"></i></p></dd></div>
-<div><dt>Streams</dt><dd><b id="f-streams">–</b><span id="n-streams"></span></dd></div>
-<div><dt>Requests ended</dt><dd><b id="f-done">–</b><span id="n-done"></span></dd></div></dl>
-<div class="wide-side">
-<section aria-labelledby="h-roll"><h2 id="h-roll">Slots, step by step</h2><canvas id="roll" role="img" aria-label="The last steps"></canvas>
-<p class="key"><span><i class="k-prefill"></i>prefill</span><span><i class="k-decode"></i>decode</span><span><i class="k-batch"></i>decode of a batch</span><span><i class="k-cached"></i>begins with a prefix hit</span>
-<span><i class="k-held"></i>has a slot, not in the step</span><span><i class="k-again"></i>computed again</span><span><i class="k-idle"></i>free</span></p>
-<p class="note">A row is a slot, a column a step, the newest at the right; a line is where a request begins, half a row the decoding of a batch. Below: the tokens of each step.</p></section>
-<section aria-labelledby="h-slots"><h2 id="h-slots">In the slots now</h2>
-<div class="scroll" id="slot-table" tabindex="0" role="region" aria-labelledby="h-slots" hidden><table><thead><tr><th scope="col">slot</th><th scope="col">phase</th>
-<th scope="col">tokens</th><th scope="col" class="num">prompt</th><th scope="col" class="num">answer</th></tr></thead><tbody id="slots"></tbody></table></div>
-<p class="note" id="more"></p></section>
-<section aria-labelledby="h-queue"><h2 id="h-queue">Waiting for a slot</h2><p class="note" id="queue"></p><ol id="chips" aria-label="The next, by the tokens of their prompts"></ol></section></div>
-<div class="side">
-<section aria-labelledby="h-play"><h2 id="h-play">Playground</h2><div id="talk" role="log" aria-live="off" aria-label="Conversation" tabindex="0"></div>
-<form id="play"><label for="say">Message</label><textarea id="say" rows="2" placeholder="Why is the sky blue?"></textarea>
-<div class="line"><label>Max tokens<input id="max" type="number" min="1" max="100000" value="200"></label>
-<label>Temperature<input id="warm" type="number" min="0" max="2" step="0.1" value="0.7"></label></div>
-<div class="line"><button id="send">Send</button><button id="stop" type="button" disabled>Stop</button><button id="anew" type="button">New conversation</button></div></form>
-<p class="note" id="said" role="status"></p></section>
-<section aria-labelledby="h-batches"><h2 id="h-batches">Batches</h2><ul id="batches"></ul><p class="note" id="no-batches"></p></section></div>
-</main>
-"""
-
 # %% ../../nbs/7_serve/page.ipynb #pag00025
-SCRIPT = f"'use strict';{JS_START}{JS_ROLL}{JS_SHOW}{JS_FEED}{JS_BATCHES}{JS_CHAT}"
-STYLE = (
-    ":root{color-scheme:light dark;"
-    + "".join(f"--{k}:light-dark({a},{b});" for k, (a, b) in COLOURS.items())
-    + "--failed:light-dark(#cf222e,#f85149)}"
-    + CSS
-)
-HTML = (
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-    'content="width=device-width"><title>batchlab</title><link rel="icon" '
-    f'href="data:,"><style>{STYLE}</style></head><body>{BODY}<script>{SCRIPT}</script></body></html>\n'
-)
-
-
-def digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-POLICY = (
-    f"default-src 'none'; script-src {digest(SCRIPT)}; style-src {digest(STYLE)}; connect-src "
-    "'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+HTML = page_html()
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": f"{POLICY}; connect-src 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -806,10 +144,8 @@ def page_router(batches: bool = False, names: Collection[str] | None = None) -> 
 
     `names`: of the server, beside its addresses and localhost, by which a browser may call it;
     None is any, for one with an API key."""
-    router, lookouts = (
-        APIRouter(),
-        list[Lookout](),
-    )  # one, of the app's engine, once somebody has come
+    router = APIRouter()
+    lookouts: list[Lookout] = []  # one, of the app's engine, once somebody has come
 
     async def page() -> Response:
         return HTMLResponse(HTML, headers=HEADERS)
@@ -827,24 +163,18 @@ def page_router(batches: bool = False, names: Collection[str] | None = None) -> 
         [lookout] = lookouts
 
         async def parts() -> AsyncGenerator[bytes]:
-            with lookout.viewer():
-                async with aclosing(feed(lookout, api, dict(batches=batches))) as states:
+            with lookout.viewer() as live:
+                async with aclosing(feed(live, api, dict(batches=batches))) as states:
                     async for state in states:
                         yield state
 
-        if lookout.viewers >= MOST_VIEWERS:
-            raise BadRequest(
-                f"{MOST_VIEWERS} people look at this page already", "rate_limit_exceeded"
-            )
-        return StreamingResponse(
-            parts(),
-            media_type="text/event-stream",
-            headers={
-                "Cache-Control": "no-store",
-                "X-Accel-Buffering": "no",
-                "X-Content-Type-Options": "nosniff",
-            },
-        )
+        lookout.check()
+        headers = {
+            "Cache-Control": "no-store",
+            "X-Accel-Buffering": "no",
+            "X-Content-Type-Options": "nosniff",
+        }
+        return StreamingResponse(parts(), media_type="text/event-stream", headers=headers)
 
     for path, endpoint in (("/", page), ("/page/events", events)):
         endpoint.__annotations__ = dict(request=Request) if endpoint is events else {}

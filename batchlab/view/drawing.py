@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math, textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any
 from ..llm.shown import TABLE_STYLE, esc
 
 # %% auto #0
-__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'powers', 'heading', 'written',
-           'legend', 'axis', 'tile', 'columns', 'side_axis', 'grid', 'bars', 'curves', 'colour_key']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'heading', 'written', 'legend',
+           'axis', 'mark_axis', 'tile', 'grid', 'bars', 'colour_key']
 
 # %% ../../nbs/8_view/55_drawing.ipynb #ad398be4
 COLOURS = dict(
@@ -108,11 +108,8 @@ def wide(texts: Iterable[object]) -> float:
     return max([0, *(6.2 * len(str(s)) + 8 for s in texts)])
 
 # %% ../../nbs/8_view/55_drawing.ipynb #556fb5d9
-class Canvas:
-    """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from
-    the top left.
-
-    `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
+class Shapes:
+    "Shapes on a canvas, by what they mean."
 
     def __init__(self, width: float = 860) -> None:
         self.width, self.right, self.y = width, width - 16, 14.0
@@ -174,6 +171,13 @@ class Canvas:
             f'<polygon class="bl-{kind}" points="{_points(points)}" fill="{COLOURS[kind][0]}"/>'
         )
 
+# %% ../../nbs/8_view/55_drawing.ipynb #cd59368c
+class Canvas(Shapes):
+    """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from
+    the top left.
+
+    `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
+
     def row(
         self,
         left: float,
@@ -233,21 +237,6 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
     ]
 
 
-def powers(low: float, high: float) -> list[float]:
-    """Powers of two from `low` to `high`, or of ten if those would be more than ten: the marks
-    of a logarithmic axis."""
-    two = [
-        2.0**i
-        for i in range(math.ceil(math.log2(low) - 1e-9), math.floor(math.log2(high) + 1e-9) + 1)
-    ]
-    if len(two) <= 10:
-        return two
-    return [
-        10.0**i
-        for i in range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
-    ]
-
-
 def heading(c: Canvas, x: float, s: str) -> None:
     "Bold text at `c.y`, which moves on, in as many lines as it needs."
     for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 6.5))):
@@ -285,18 +274,21 @@ def axis(
     high: float,
     label: str,
     whole: bool = False,
-    log: bool = False,
 ) -> None:
-    """A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken; `log`:
-    each power as far from the next."""
-    on = math.log if log else float
-    across = scale(on(low), on(high), left, right)
-    at = lambda v: across(on(v))
-    for v in powers(low, high) if log else ticks(low, high):
-        if whole and v != int(v):
-            continue
-        c.line([(at(v), c.y), (at(v), c.y + 4)])
-        c.text(at(v), c.y + 15, f"{v:,.10g}", "dim", "middle")
+    "A horizontal axis at `c.y`, which moves on; `whole`: numbers that can't be broken."
+    at = scale(low, high, left, right)
+    mark_axis(
+        c, left, right, [(at(v), v) for v in ticks(low, high) if not whole or v == int(v)], label
+    )
+
+
+def mark_axis(
+    c: Canvas, left: float, right: float, marks: Iterable[tuple[float, float]], label: str
+) -> None:
+    "A horizontal axis at `c.y`, which moves on, with `marks` `(x, number)`."
+    for x, v in marks:
+        c.line([(x, c.y), (x, c.y + 4)])
+        c.text(x, c.y + 15, f"{v:,.10g}", "dim", "middle")
     c.line([(left, c.y), (right, c.y)])
     c.text(right, c.y + 28, label, "dim", "end")
     c.y += 36
@@ -307,33 +299,6 @@ def tile(c: Canvas, x: float, w: float, h: float, kind: str, text: object, tip: 
     c.rect(x, c.y, w - 0.6 if w > 3 else w, h, kind, tip)
     if w > 7 * len(str(text)) + 4:
         c.text(x + w / 2, c.y + h / 2 + 4, text, on_top(kind), "middle")
-
-
-def columns(
-    c: Canvas,
-    x: Sequence[float],
-    y: float,
-    stacks: Mapping[str, Sequence[float]],
-    most: float,
-    high: float,
-) -> None:
-    """Columns that stand at `y`, `high` pixels for the number `most`; `x`: where each begins,
-    and where the last one ends.
-
-    `stacks` `{kind: numbers}` stand on one another, the first lowest."""
-    at, bases = scale(0, most, y, y - high), [0.0] * len(x)
-    for kind, numbers in stacks.items():
-        tops = [base + n for base, n in zip(bases, numbers)]
-        for first, end, (base, top) in runs(zip(bases, tops)):
-            c.box(x[first], at(top), x[end] - x[first], at(base) - at(top), kind)
-        bases = tops
-
-
-def side_axis(c: Canvas, left: float, y: float, most: float, high: float, label: str) -> None:
-    "Numbers up to `most` left of `columns` that stand at `y`, and below them what is counted."
-    c.text(left - 6, y - 1, label, "dim", "end", font_size=10)
-    for v in ticks(0, most, int(high / 20))[1:]:
-        c.text(left - 6, y - v / most * high + 7, f"{v:,.10g}", "dim", "end", font_size=10)
 
 # %% ../../nbs/8_view/55_drawing.ipynb #fc3366d2
 def _count(row, key):
@@ -459,70 +424,6 @@ def bars(
     legend(c, left, [(kind, what) for kind, what in key.values() if what])
     written(c, left, caption)
     return c.picture(title or label, "; ".join([*desc, *([caption] if caption else [])]))
-
-# %% ../../nbs/8_view/55_drawing.ipynb #42864330
-def curves(
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-    x_label: str,
-    y_label: str,
-    title: str = "",
-    kinds: Sequence[str] = ("decode", "prefill", "cached", "again", "padded", "ink"),
-    log: str = "",
-    spread: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
-    dashed: Iterable[str] = (),
-    caption: str = "",
-) -> Picture:
-    """A `Picture` of `lines`, `{name: [(x, y), …]}`, on one scale; y from 0, or from the least
-    if that is below.
-
-    `log`: which axes are logarithmic: '', 'x', 'y' or 'xy'. `spread`:
-    `{name: [(x, low, high), …]}`, drawn as thin upright lines. `dashed`: names of lines to be
-    drawn so. `caption`: a line below. At most six lines, one for each of `kinds`. Raises
-    `ValueError` beyond that, or with nothing to draw."""
-    points = [p for line in lines.values() for p in line]
-    if not points or len(lines) > len(kinds):
-        raise ValueError(f"between one and {len(kinds)} lines can be told apart, got {len(lines)}")
-    c, left, right, spread = Canvas(), 64, 836, spread or {}
-    (x0, x1), (y0, y1) = [(min(v), max(v)) for v in zip(*points)]
-    y1 = max([y1, *(high for marks in spread.values() for _, _, high in marks)])
-    if "y" not in log:
-        y0 = min(0, y0)
-    if title:
-        heading(c, left, title)
-    c.text(left, c.y + 8, y_label, "dim")
-    c.y += 214
-    on = lambda axis, v: math.log(v) if axis in log else v
-    across, up = (
-        scale(on("x", x0), on("x", x1), left, right),
-        scale(on("y", y0), on("y", y1), c.y, c.y - 200),
-    )
-    x, y = lambda v: across(on("x", v)), lambda v: up(on("y", v))
-    for v in powers(y0, y1) if "y" in log else ticks(y0, y1, 4):
-        c.line([(left, y(v)), (right, y(v))], "idle")
-        c.text(left - 6, y(v) + 4, f"{v:,.10g}", "dim", "end")
-    for (name, line), kind in zip(lines.items(), kinds):
-        c.line(
-            [(x(a), y(b)) for a, b in line],
-            kind,
-            2,
-            **(dict(stroke_dasharray="5 4") if name in dashed else {}),
-        )
-        for a, low, high in spread.get(name, ()):
-            c.line([(x(a), y(low)), (x(a), y(high))], kind, 1.2)
-    c.y += 2
-    axis(c, left, right, x0, x1, x_label, log="x" in log)
-    legend(c, left, list(zip(kinds, lines)))
-    written(c, left, caption)
-    at = lambda p: f"{p[1]:,.4g} at {p[0]:,.4g}"
-    said = [
-        f"{name}: "
-        + (", ".join(map(at, line)) if len(line) <= 12 else f"{at(line[0])} to {at(line[-1])}")
-        for name, line in lines.items()
-    ]
-    return c.picture(
-        title or y_label,
-        "; ".join([f"{y_label} by {x_label}", *said, *([caption] if caption else [])]),
-    )
 
 # %% ../../nbs/8_view/55_drawing.ipynb #5e1b8c40
 HTML_STYLE = (

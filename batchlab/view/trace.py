@@ -11,8 +11,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from .. import __version__
 from ..llm.config import check_count
@@ -20,7 +21,7 @@ from ..core.engine import log
 from ..core.generation import Generation
 from ..core.request import Request
 from ..core.tokens import vocabulary_of
-from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Trace
+from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Row, Trace
 
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
@@ -28,27 +29,17 @@ if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestGroup
     from batchlab.core.request import StepPlan
 
-_all_ = ["LEDGER", "PARTS", "POOL", "ROW", "VERSION", "Trace"]
-
 # %% auto #0
-__all__ = ['Recorder', 'trace', 'LEDGER', 'PARTS', 'POOL', 'ROW', 'VERSION', 'Trace']
+__all__ = ['TICK', 'Recorder', 'trace', 'Live']
 
 # %% ../../nbs/8_view/50_trace.ipynb #6f5bd23c
-def row_numbers(row: Any, number: int) -> tuple[int, ...]:
-    """A plan's `row` of request `number` as the seven numbers of `ROW`; `again`: positions that
-    had been computed before."""
+def row_of(row: Any, number: int) -> Row:
+    "A plan's `row` of request `number` as the seven numbers of a trace."
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
-    again = min(r.num_seen, end) - start if r.num_seen > start else 0
-    return (
-        r.slot,
-        number,
-        start,
-        n,
-        again,
-        end >= prompt + len(r.output_ids),
-        n > 1 or start < prompt,
-    )
+    again = max(0, min(r.num_seen, end) - start)
+    samples, prefill = end >= prompt + len(r.output_ids), n > 1 or start < prompt
+    return Row(r.slot, number, start, n, again, samples, prefill)
 
 # %% ../../nbs/8_view/50_trace.ipynb #1df6a908
 @dataclass(slots=True, eq=False)
@@ -127,62 +118,49 @@ def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict
     """A request as in the file, ended or not; with tokens and texts if they were kept, or, while
     it is here, if `text`."""
     r = record.request  # looked at once: another thread may just be ending it
-    d: dict[str, Any] = dict(request=record.number)
-    d |= (facts_of(r, text) if r else record.facts) | dict(slots=list(record.slots))
-    d |= {
-        k: getattr(record, k)
-        for k in ("first_step", "last_step", "arrival", "queued", "admitted", "end")
-    }
-    d |= {k: since(d[k], began) for k in TIMES}
+    d: dict[str, Any] = dict(facts_of(r, text) if r else record.facts, request=record.number)
+    d |= {k: getattr(record, k) for k in ("first_step", "last_step", *TIMES) if k not in d}
+    d |= {k: since(d[k], began) for k in TIMES} | dict(slots=list(record.slots))
     if "text" in d:
         ids = d["output_ids"].tolist()
-        d |= dict(
-            prompt_ids=d["prompt_ids"].tolist(),
-            output_ids=ids,
-            pieces=pieces_of(d.pop("text"), record.ends[: len(ids)]),
-        )
+        pieces = pieces_of(d.pop("text"), record.ends[: len(ids)])
+        d |= dict(prompt_ids=d["prompt_ids"].tolist(), output_ids=ids, pieces=pieces)
     return d
 
 # %% ../../nbs/8_view/50_trace.ipynb #0ff4abc3
-class RequestLog:
-    """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others.
+class RequestNotes:
+    """Notes on requests: `here`, those that wait or run.
 
-    `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many
-    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTS` of all that ended;
-    `reasons`: how many ended why."""
+    `batch`: numbers of those that make way for others. `made`: how many tokens they got."""
 
-    def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
-        self.text, self.max_ended, self.max_text = text, max_ended, max_text
+    def __init__(self) -> None:
         self.here: dict[Request, RequestRecord] = {}
-        self.ended: deque[RequestRecord] = deque()
-        self.sums, self.reasons, self.dropped = (
-            Counter[str](),
-            Counter[str](),
-            Counter(requests=0, texts=0),
-        )
-        self.num_requests = self.num_text = 0
+        self.batch: set[int] = set()
+        self.num_requests = self.made = 0
+
+    def begin(self, arrival: float, **what: Any) -> RequestRecord:
+        "The notes on one more."
+        self.num_requests += 1
+        return RequestRecord(self.num_requests - 1, arrival, **what)
 
     def meet(self, r: Request) -> RequestRecord:
         "The notes on request `r`, begun now if there are none."
-        if (record := self.here.get(r)) is not None:
-            return record
-        record = self.here[r] = RequestRecord(
-            self.num_requests, r.group.start if r.group else time.perf_counter(), r
-        )
-        self.num_requests += 1
-        if isinstance(r.task, Generation):
-            said = len(r.task.text.text)  # before the recording began
+        if (record := self.here.get(r)) is None:
+            arrival = r.group.start if r.group else time.perf_counter()
+            record = self.here[r] = self.begin(arrival, request=r)
+            if r.preemptible:
+                self.batch.add(record.number)
+            said = len(text_of(r))  # before the recording began
             record.ends.extend([said] * len(r.output_ids))
         return record
 
-    def enter(self, r: Request, t: float) -> int:
-        "`r` has got a slot, for the first time or again: its number."
+    def enter(self, r: Request, t: float) -> list:
+        "`r` has got a slot, for the first time or again: `[number, slot, cached]`."
         record = self.meet(r)
-        if record.admitted is None:
-            record.admitted = t
+        record.admitted = record.admitted or t
         if r.slot is not None:
             record.slots.append(r.slot)
-        return record.number
+        return [record.number, r.slot, r.num_computed_tokens]
 
     def in_step(self, r: Request, step: int) -> int:
         "`r` has a row in `step`: its number."
@@ -195,55 +173,63 @@ class RequestLog:
     def wrote(self, r: Request) -> None:
         "`r` has got a token, or has failed: note where its text ends now."
         ends = self.meet(r).ends
-        if self.text and len(r.output_ids) > len(ends):
+        if len(r.output_ids) > len(ends):
             new = len(r.task.delta) if isinstance(r.task, Generation) else 0
             ends.append((ends[-1] if ends and r.group else 0) + new)
+            self.made += 1
+
+# %% ../../nbs/8_view/50_trace.ipynb #b79f25e9
+class RequestLog(RequestNotes):
+    """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others.
+
+    `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many
+    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTS` of all that ended;
+    `reasons`: how many ended why."""
+
+    def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
+        super().__init__()
+        self.text, self.max_ended, self.max_text, self.num_text = text, max_ended, max_text, 0
+        self.ended: deque[RequestRecord] = deque()
+        self.sums, self.reasons = Counter[str](), Counter[str]()
+        self.dropped = Counter(requests=0, texts=0)
 
     def end(self, r: Request, t: float, step: int) -> None:
         "`r` is over, before step number `step`: keep what is worth keeping, and let go of it."
-        record, num_text = self.meet(r), self.num_text + len(r.prompt_ids) + len(r.output_ids)
-        text = self.text and num_text <= self.max_text
-        if text:
-            self.num_text = num_text
-        elif self.text:
-            self.dropped["texts"] += 1
+        record, size = self.meet(r), r.num_tokens
+        text = self.text and self.num_text + size <= self.max_text
+        self.num_text += text * size
+        self.dropped["texts"] += self.text and not text
         record.facts, record.end, record.request = facts_of(r, text), t, None
         self.keep(record, step)
         del self.here[r]
 
     def refuse(self, p: RequestGroup, t: float, step: int) -> None:
         "Prompt `p` never became a request."
-        facts = facts_of(
-            Request(p.request_id, [], finish_reason=p.reason, error=p.error), text=False
-        )
-        self.keep(
-            RequestRecord(self.num_requests, p.start, end=t, facts=facts | dict(max_tokens=None)),
-            step,
-        )
-        self.num_requests += 1
+        r = Request(p.request_id, [], finish_reason=p.reason, error=p.error)
+        facts = facts_of(r, text=False) | dict(max_tokens=None)
+        self.keep(self.begin(p.start, end=t, facts=facts), step)
 
     def keep(self, record: RequestRecord, step: int) -> None:
         "Keep the notes on who ended before `step`."
         record.ended_before = step
         self.reasons[record.facts["finish_reason"]] += 1
-        for k in COUNTS:
-            self.sums[k] += record.facts[k]
+        self.sums.update({k: record.facts[k] for k in COUNTS})
         self.ended.append(record)
         if len(self.ended) > self.max_ended:
             self.forget()
 
     def forget(self) -> None:
         "Forget who ended first."
-        facts = self.ended.popleft().facts
+        record = self.ended.popleft()
         self.dropped["requests"] += 1
-        if "text" in facts:
-            self.num_text -= facts["prompt_tokens"] + facts["output_tokens"]
+        self.batch.discard(record.number)
+        if "text" in record.facts:
+            self.num_text -= record.facts["prompt_tokens"] + record.facts["output_tokens"]
 
     def records(self) -> list[RequestRecord]:
         "The notes that there are, by number; also while another thread makes steps."
-        return sorted(
-            {*self.here.values(), *self.ended}, key=lambda record: record.number
-        )  # who is ending is in both
+        both = {*self.here.values(), *self.ended}  # who is ending is in both
+        return sorted(both, key=lambda record: record.number)
 
 # %% ../../nbs/8_view/50_trace.ipynb #061e853e
 @dataclass(slots=True)
@@ -267,69 +253,95 @@ class StepRecord:
     times: list[float] = field(default_factory=list)
     ledger: Sequence[int] = ()
     pool: Sequence[int] = ()
-    rectangle: list[int] | None = None
+    rectangle: Sequence[int] | None = None
     slots: int = 0
     held: array[int] = field(default_factory=lambda: array("i"))
     error: str | None = None
+
+    @property
+    def shares(self) -> list[Row]:
+        return [Row(*self.rows[i : i + len(ROW)]) for i in range(0, len(self.rows), len(ROW))]
 
 # %% ../../nbs/8_view/50_trace.ipynb #308cea85
 def note_memory(now: StepRecord, engine: Engine) -> None:
     "Note in `now` the KV memory of `engine` after the step."
     s, pool = engine.scheduler, engine.scheduler.pool
-    if rectangle := getattr(engine.runner, "rectangle", None):
-        now.rectangle = [*rectangle]
+    now.rectangle = getattr(engine.runner, "rectangle", None)
     shared = sum(b.refs > 1 for b in pool.blocks)
     now.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
-    now.slots = min(s.max_num_seqs, len(s.running) + len(s.waiting))
     held = {r.slot: r.num_computed_tokens for r in s.running if r.slot is not None}
+    for row in now.shares:  # also of those that ended with it
+        held[row.slot] = max(held.get(row.slot, 0), row.end)
     now.held = array("i", (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
+    now.slots = max(len(now.held), min(s.max_num_seqs, len(s.running) + len(s.waiting)))
 
 
 def step_dict(s: StepRecord, began: float) -> dict:
     "A step as in the file."
-    rows, held = (
-        [s.rows[i : i + len(ROW)].tolist() for i in range(0, len(s.rows), len(ROW))],
-        s.held.tolist(),
-    )
-    for slot, _, start, n, *_ in rows:  # also of those that ended with it
-        held += [0] * (slot + 1 - len(held))
-        held[slot] = max(held[slot], start + n)
     times = dict.fromkeys(PARTS, 0.0) | {part: round(t, 7) for part, t in zip(PARTS, s.times)}
+    same = "step engine waiting running admitted preempted slots error".split()
     return dict(
-        step=s.step,
-        engine=s.engine,
+        {k: getattr(s, k) for k in same} | times,
         start=since(s.start, began),
-        **times,
-        waiting=s.waiting,
-        running=s.running,
-        tokens=sum(row[3] for row in rows),
+        tokens=sum(row.n for row in s.shares),
         cached=sum(n for *_, n in s.admitted),
-        **dict(zip(LEDGER, s.ledger)),
-        rows=rows,
-        admitted=s.admitted,
-        preempted=s.preempted,
+        rows=[list(row) for row in s.shares],
         copies=[list(c) for c in s.copies],
-        slots=max(s.slots, len(held)),
-        rectangle=s.rectangle,
-        held=held,
+        rectangle=s.rectangle and [*s.rectangle],
+        held=s.held.tolist(),
+        **dict(zip(LEDGER, s.ledger)),
         **dict(zip(POOL, s.pool)),
-        error=s.error,
     )
 
 # %% ../../nbs/8_view/50_trace.ipynb #7d790bb6
-class StepLog:
-    """Notes on steps: `taken`, the newest, with at most `max_rows` rows; `now`, the one that is
-    being made, or None.
+class StepNotes:
+    """Notes on steps: `taken`, the newest; `now`, the one that is being made, or None.
 
-    `requests`: where requests are noted. `num_steps`: how many steps there were, `dropped`: how
-    many of them went. `sums`: their ledger, and seconds of their parts."""
+    `requests`: where requests are noted. `num_steps`: how many steps there were. `sums`: their
+    ledger, seconds of their parts, and tokens of prompts that they `read`."""
 
-    def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
-        self.requests, self.max_rows = requests, max_rows
+    def __init__(self, requests: RequestLog) -> None:
+        self.requests, self.num_steps = requests, 0
         self.taken: deque[StepRecord] = deque()
         self.now: StepRecord | None = None
         self.sums: defaultdict[str, float] = defaultdict(int)
-        self.num_steps = self.num_rows = self.dropped = 0
+
+    def plan(self, now: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
+        "Note `plan`, and in `requests` who has a row in it. A plan without rows is no step."
+        if not plan.rows:
+            self.now = None
+            return
+        requests, scheduler = self.requests, engine.scheduler
+        now.admitted = [requests.enter(r, t) for r in plan.admitted]
+        for row in plan.rows:
+            now.rows.extend(row_of(row, requests.in_step(row.request, now.step)))
+        now.waiting, now.running = len(scheduler.waiting), len(scheduler.running)
+        now.preempted = [requests.meet(r).number for r in plan.preempted]
+        now.copies = list(plan.copies)
+        now.ledger = [*vars(engine.ledger).values()]  # before; `close` makes a difference of it
+
+    def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
+        "Keep the step, which an exception of that name has ended if there was an `error`."
+        after = vars(engine.ledger).values()
+        now.ledger = [then - before for then, before in zip(after, now.ledger)]
+        note_memory(now, engine)
+        for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]):
+            self.sums[k] += n
+        self.sums["read"] += sum(row.n for row in now.shares if row.prefill)
+        self.sums["broken" if error else "steps"] += 1
+        self.num_steps += 1
+        now.error = error  # before others see the step
+        self.taken.append(now)
+        self.now = None
+
+# %% ../../nbs/8_view/50_trace.ipynb #9ed78d48
+class StepLog(StepNotes):
+    """Notes on the newest steps, with at most `max_rows` rows, as the engine's events come.
+    `dropped`: how many older ones went."""
+
+    def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
+        super().__init__(requests)
+        self.max_rows, self.num_rows, self.dropped = max_rows, 0, 0
 
     def note(self, engine: Any, event: str, x: Any, t: float, seconds: float) -> None:
         """Note an `event`, and what comes with it, as `Engine` and `LLM` tell them; at time `t`,
@@ -351,28 +363,6 @@ class StepLog:
             elif event == "broke" and now.rows:
                 self.close(now, engine, type(x[1]).__name__)
 
-    def plan(self, now: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
-        "Note `plan`, and in `requests` who has a row in it. A plan without rows is no step."
-        if not plan.rows:
-            self.now = None
-            return
-        scheduler, requests, numbers = engine.scheduler, self.requests, []
-        now.admitted = [
-            [requests.enter(r, t), r.slot, r.num_computed_tokens] for r in plan.admitted
-        ]
-        for row in plan.rows:
-            numbers += row_numbers(row, requests.in_step(row.request, now.step))
-        now.rows, now.waiting, now.running = (
-            array("i", numbers),
-            len(scheduler.waiting),
-            len(scheduler.running),
-        )
-        now.preempted, now.copies = (
-            [requests.meet(r).number for r in plan.preempted],
-            list(plan.copies),
-        )
-        now.ledger = [*vars(engine.ledger).values()]  # before; `close` makes a difference of it
-
     def end(self, now: StepRecord, engine: Engine, moved: Iterable[Request], t: float) -> None:
         "The step is done; `moved` are the requests that got a token or failed."
         self.close(now, engine)
@@ -382,30 +372,15 @@ class StepLog:
                 self.requests.end(r, t, self.num_steps)  # an engine without an LLM tells no end
 
     def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
-        """Keep the step, which an exception of that name has ended if there was an `error`. The
-        oldest may go for it."""
-        now.ledger = [
-            after - before for after, before in zip(vars(engine.ledger).values(), now.ledger)
-        ]
-        note_memory(now, engine)
-        for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]):
-            self.sums[k] += n
-        self.sums["broken" if error else "steps"] += 1
-        self.num_steps += 1
+        "Keep the step. The oldest may go for it, and requests that ended before the next."
+        super().close(now, engine, error)
         self.num_rows += len(now.rows) // len(ROW)
-        now.error = error  # before others see the step
-        self.taken.append(now)
-        self.now = None
         while self.num_rows > self.max_rows and len(self.taken) > 1:
-            self.forget()
-
-    def forget(self) -> None:
-        "Forget the oldest step, and the requests that ended before the one after it."
-        self.num_rows -= len(self.taken.popleft().rows) // len(ROW)
-        self.dropped += 1
-        ended = self.requests.ended
-        while ended and ended[0].ended_before <= self.taken[0].step:
-            self.requests.forget()
+            self.num_rows -= len(self.taken.popleft().rows) // len(ROW)
+            self.dropped += 1
+            ended = self.requests.ended
+            while ended and ended[0].ended_before <= self.taken[0].step:
+                self.requests.forget()
 
     def since(self, step: int = 0) -> list[StepRecord]:
         "The notes on the steps from number `step` on; also while another thread makes steps."
@@ -417,32 +392,76 @@ def about_run(llm: Any) -> dict:
     "What ran, as in the file: model, strategy, limits of an `LLM`; of anything else None."
     if not hasattr(llm, "limits"):
         return dict.fromkeys(("model", "strategy", "backend", "device", "dtype")) | dict(limits={})
-    model, limits = (
-        llm.model,
-        {
-            k: getattr(llm.limits, k)
-            for k in ("max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token")
-        },
-    )
+    model, names = llm.model, ("max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token")
+    limits = {k: getattr(llm.limits, k) for k in names} | dict(max_model_len=llm.max_model_len)
     return dict(
         model=Path(getattr(model.config, "_name_or_path", "") or type(model).__name__).name,
         strategy=llm.strategy,
         backend=llm.backend.name,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
-        limits=limits | dict(max_model_len=llm.max_model_len),
+        limits=limits,
     )
 
 
 def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
     "`{id: text}` of every token id in `requests`, if there is a tokenizer."
+    if tokenizer is None:
+        return {}
     ids = {i for r in requests for k in ("prompt_ids", "output_ids") for i in r.get(k, ())}
-    return (
-        {} if tokenizer is None else {str(i): vocabulary_of(tokenizer).text(i) for i in sorted(ids)}
-    )
+    return {str(i): vocabulary_of(tokenizer).text(i) for i in sorted(ids)}
 
 # %% ../../nbs/8_view/50_trace.ipynb #21bb52ef
-class Recorder(Trace):
+class Watcher:
+    """Notes what `source`, an `LLM` or an `Engine`, tells of its steps, between `start` and
+    `stop` or inside `with`. `cost`: seconds that this took."""
+
+    def __init__(self, source: LoadedModel | Engine, step_log: StepLog) -> None:
+        self.source, self.step_log, self.last, self.cost = source, step_log, 0.0, 0.0
+
+    def __call__(self, source: LoadedModel | Engine, event: str, x: Any) -> None:
+        t = time.perf_counter()
+        try:
+            self.note(source, event, x, t)
+        except Exception as e:
+            self.stop(wait=False)
+            log.error("the recording broke off, and the run goes on without it", exc_info=e)
+        self.last = time.perf_counter()
+        self.cost += self.last - t
+
+    def note(self, source: LoadedModel | Engine, event: str, x: Any, t: float) -> None:
+        self.step_log.note(source, event, x, t, t - self.last)
+
+    def start(self) -> Self:
+        "Record from the next step on; returns itself. What was recorded before stays."
+        with self._between_steps():
+            if self not in self.source.watchers:
+                self.source.watchers.append(self)
+        return self
+
+    def stop(self, wait: bool = True) -> Self:
+        """Record no more; with `wait` after the step that is being made. Does nothing if it has
+        stopped before."""
+        with self._between_steps() if wait else contextlib.nullcontext():
+            if self in self.source.watchers:
+                self.source.watchers.remove(self)
+        return self
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+    def _between_steps(self) -> Any:
+        "A context in which no other thread makes a step."
+        # a callback is inside a step of this thread
+        inside = getattr(self.source, "stepper", None) == threading.get_ident()
+        free = contextlib.nullcontext()
+        return free if inside else getattr(self.source, "mutex", free)
+
+# %% ../../nbs/8_view/50_trace.ipynb #c1da7bd4
+class Recorder(Watcher, Trace):
     """Records the steps of `source`, an `LLM` or an `Engine`, between `start` and `stop` or
     inside `with`. It is a `Trace`.
 
@@ -458,64 +477,19 @@ class Recorder(Trace):
         max_rows: int = 1_000_000,
         max_text: int = 1_000_000,
     ):
-        self.source, self.max_rows, self.request_log = (
-            source,
-            check_count("max_rows", max_rows),
-            RequestLog(text, max_rows, max_text),
-        )
-        self.step_log = StepLog(self.request_log, max_rows)
-        self.began, self.created, self.last, self.cost = (
-            time.perf_counter(),
-            datetime.now(timezone.utc),
-            0.0,
-            0.0,
-        )
-
-    def __call__(self, source: LoadedModel | Engine, event: str, x: Any) -> None:
-        t = time.perf_counter()
-        try:
-            self.step_log.note(source, event, x, t, t - self.last)
-        except Exception as e:
-            self.stop(wait=False)
-            log.error("the recording broke off, and the run goes on without it", exc_info=e)
-        self.last = time.perf_counter()
-        self.cost += self.last - t
-
-    def start(self) -> Recorder:
-        "Record from the next step on; returns itself. What was recorded before stays."
-        with self._between_steps():
-            if self not in self.source.watchers:
-                self.source.watchers.append(self)
-        return self
-
-    def stop(self, wait: bool = True) -> Recorder:
-        """Record no more; with `wait` after the step that is being made. Does nothing if it has
-        stopped before."""
-        with self._between_steps() if wait else contextlib.nullcontext():
-            if self in self.source.watchers:
-                self.source.watchers.remove(self)
-        return self
-
-    def __enter__(self) -> Recorder:
-        return self.start()
-
-    def __exit__(self, *_: Any) -> None:
-        self.stop()
-
-    def _between_steps(self) -> Any:
-        "A context in which no other thread makes a step."
-        mine = (
-            getattr(self.source, "stepper", None) == threading.get_ident()
-        )  # a callback, inside a step of this thread
-        return (
-            contextlib.nullcontext()
-            if mine
-            else getattr(self.source, "mutex", contextlib.nullcontext())
-        )
+        check_count("max_rows", max_rows)
+        self.request_log = RequestLog(text, max_rows, max_text)
+        super().__init__(source, StepLog(self.request_log, max_rows))
+        self.began, self.created = time.perf_counter(), datetime.now(timezone.utc)
 
     @property
     def num_steps(self) -> int:
         return self.step_log.num_steps
+
+    def ids(self) -> dict[int, str]:
+        "The id of each request by its number."
+        known = [(r.number, r.request, r.facts) for r in self.request_log.records()]
+        return {n: r.request_id if r else facts["id"] for n, r, facts in known}
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -528,24 +502,21 @@ class Recorder(Trace):
     @property
     def data(self) -> dict:
         "All that was recorded so far, as its file holds it."
-        steps = self.since()  # first: a request that comes meanwhile has no row in them
-        requests = [
-            request_dict(r, self.began, self.request_log.text) for r in self.request_log.records()
-        ]
+        log, steps = self.request_log, self.since()  # first: who comes now has no row in them
+        requests = [request_dict(r, self.began, log.text) for r in log.records()]
         known = {r["request"] for r in requests}  # the oldest may have gone meanwhile
-        steps = [step for step in steps if all(row[1] in known for row in step["rows"])]
         return dict(
             format="batchlab-trace",
             version=VERSION,
             batchlab=__version__,
             created=self.created.isoformat(timespec="seconds"),
             **about_run(self.source),
-            max_rows=self.max_rows,
+            max_rows=self.step_log.max_rows,
             dropped=self.dropped,
             row=list(ROW),
             totals=self.totals,
             tokens=texts_of_tokens(getattr(self.source, "tokenizer", None), requests),
-            steps=steps,
+            steps=[step for step in steps if all(row[1] in known for row in step["rows"])],
             requests=requests,
         )
 
@@ -553,19 +524,11 @@ class Recorder(Trace):
     def totals(self) -> dict:
         "Sums over all that was recorded, also of what was dropped since."
         sums = self.step_log.sums | self.request_log.sums
-        counts, times = (
-            {k: sums[k] for k in (*LEDGER, *COUNTS, "steps", "broken")},
-            {k: round(sums[k], 6) for k in PARTS},
-        )
-        return (
-            counts
-            | times
-            | dict(
-                requests=dict(self.request_log.reasons),
-                seconds=round(sum(times.values()), 6),
-                tracing=round(self.cost, 6),
-            )
-        )
+        totals = {k: sums[k] for k in (*LEDGER, *COUNTS, "steps", "broken")}
+        totals |= {k: round(sums[k], 6) for k in PARTS}
+        seconds, cost = sum(totals[k] for k in PARTS), round(self.cost, 6)
+        ended = dict(self.request_log.reasons)
+        return totals | dict(requests=ended, seconds=round(seconds, 6), tracing=cost)
 
 # %% ../../nbs/8_view/50_trace.ipynb #ea213b00
 def trace(
@@ -580,3 +543,94 @@ def trace(
     `text`: keep tokens and texts of requests. `max_rows`, `max_text`: how much is kept. Raises
     `ParamError`."""
     return Recorder(llm, text, max_rows, max_text)
+
+# %% ../../nbs/8_view/50_trace.ipynb #68f987f9
+def slot_of(r: Request, first: int) -> list[Any]:
+    """Of a running request: slot, id, phase, tokens of its prompt, computed, cached, of its
+    answer, the most of it, and whether it is of a batch."""
+    prompt, out, done = len(r.prompt_ids), len(r.output_ids), r.num_computed_tokens
+    if out and not done:
+        done = r.num_tokens  # some runners keep nothing
+    again = done < min(r.num_seen, r.num_tokens - 1)
+    phase = "prefill" if done < prompt else "again" if again else "decode"
+    counts = prompt, done, r.num_cached_tokens or 0, out, r.max_tokens
+    return [first + (r.slot or 0), r.request_id[:40], phase, *counts, r.preemptible]
+
+
+def snapshot(llm: Any) -> dict[str, Any]:
+    """What the engines of `llm` have in slots, queues and blocks, and the sums of all requests
+    that ended. For who holds `llm.mutex`."""
+    schedulers, slots, first = [e.scheduler for e in llm.engines.values()], [], 0
+    for s in schedulers:
+        slots += [slot_of(r, first) for r in s.running]
+        first += s.max_num_seqs
+    pools, sums = [s.pool for s in schedulers], llm.delivery.sums
+    total = (llm.limits.kv_tokens or 0) // (llm.backend.block_size or 1) or sum(map(len, pools))
+    cached = sum(len(p.cached) for p in pools)
+    waiting = [r for s in schedulers for r in s.waiting]
+    totals = dict(
+        prompt=sums["prompt_tokens"],
+        cached=sums["cached_tokens"],
+        out=sums["output_tokens"],
+        preempted=sums["preemptions"],
+        ended=dict(llm.delivery.ends),
+    )
+    return dict(
+        running=len(slots),
+        seats=first or llm.limits.max_num_seqs,
+        slots=sorted(slots),
+        waiting=len(waiting) + len(llm.inbox),
+        queue=[[r.request_id[:40], len(r.prompt_ids), r.preemptible] for r in waiting[:24]],
+        behind=sum(r.preemptible for r in waiting),
+        kv=dict(held=sum(p.num_held for p in pools), cached=cached, total=total),
+        totals=totals,
+    )
+
+# %% ../../nbs/8_view/50_trace.ipynb #875571fc
+TICK = 0.25  # seconds between two states that are shown
+
+
+class Live(Recorder):
+    """Records what the engines of `source` do, without texts, for somebody who looks.
+
+    `shot`: the newest state, see `snapshot`, with `num_steps` so far, tokens `made` and of
+    prompts `read` in them, and the seconds of `parts` in the last 64."""
+
+    wanted = False
+    shot: dict[str, Any] | None = None
+
+    def __init__(self, source: LoadedModel) -> None:
+        super().__init__(source, text=False, max_rows=1 << 16)
+
+    def note(self, source: LoadedModel | Engine, event: str, x: Any, t: float) -> None:
+        super().note(source, event, x, t)
+        if event == "text" and self.wanted:
+            self.take()
+
+    def take(self) -> None:
+        "Make `shot` anew; for who holds the engine's `mutex`."
+        self.wanted, steps = False, self.step_log
+        whole = [s.times for s in islice(reversed(steps.taken), 64) if not s.error]
+        sums = [sum(times) for times in zip(*whole)] or [0.0] * len(PARTS)
+        self.shot = snapshot(self.source) | dict(
+            t=time.perf_counter(),
+            made=self.request_log.made,
+            read=steps.sums["read"],
+            parts=dict(zip(PARTS, sums), all=sum(sums), steps=len(whole)),
+            num_steps=steps.num_steps,
+        )
+
+    def look(self, wait: float = 0) -> dict[str, Any] | None:
+        """The newest state, in the thread of who looks: that of the last step, or one of this
+        moment if the engine stands, or does within `wait` seconds. Another one is asked for."""
+        llm: Any = self.source
+        if (self.wanted or wait) and llm.mutex.acquire(timeout=wait):
+            try:
+                self.take()
+            finally:
+                llm.mutex.release()
+            with llm.progress:
+                llm.progress.notify_all()  # who wanted to step just now need not wait
+        if self.shot is None or time.perf_counter() - self.shot["t"] > TICK / 2:
+            self.wanted = True
+        return self.shot

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import json, os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..errors import TraceError
 from ..core.ledger import Ledger
@@ -18,10 +19,35 @@ if TYPE_CHECKING:
     import pandas
 
 # %% auto #0
-__all__ = ['ROW', 'LEDGER', 'PARTS', 'POOL', 'VERSION', 'Trace', 'Recorded', 'trace_of']
+__all__ = ['ROW', 'LEDGER', 'PARTS', 'POOL', 'VERSION', 'Lanes', 'Row', 'Run', 'extend', 'end_of', 'slot_runs', 'Trace',
+           'Recorded', 'trace_of']
 
 # %% ../../nbs/8_view/tracefile.ipynb #5f0c11aa
-ROW = ("slot", "request", "start", "n", "again", "samples", "prefill")
+class Row(NamedTuple):
+    """A request's share of a step: positions `start` to `end` (excluded), `n` of them, in `slot`.
+
+    `again`: how many of them had been computed before. `samples`: whether a token comes of it.
+    `prefill`: whether it is a part of a prompt, or several tokens."""
+
+    slot: int
+    request: int
+    start: int
+    n: int
+    again: int
+    samples: int
+    prefill: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.n
+
+    @property
+    def phase(self) -> str:
+        "'again', 'prefill' or 'decode'."
+        return "again" if self.again else "prefill" if self.prefill else "decode"
+
+
+ROW = Row._fields
 LEDGER = tuple(f.name for f in fields(Ledger))
 PARTS = ("schedule", "forward", "sample", "text")
 POOL = ("block_size", "blocks", "blocks_held", "blocks_shared", "blocks_cached")
@@ -42,64 +68,97 @@ def write_json(path: str | os.PathLike, data: dict) -> Path:
     return path
 
 # %% ../../nbs/8_view/tracefile.ipynb #f42a573e
-def from_slots(data: dict) -> dict:
-    """A trace of version 1, whose KV lay in one rectangle of slots, as one of today: a slot
-    counts as a block of its capacity."""
-
-    def step(s: dict) -> dict:
-        size, running, held = s.get("capacity", 0), {row[0] for row in s["rows"]}, s.get("held", [])
-        left = sum(
-            n > 0 for slot, n in enumerate(held) if slot not in running
-        )  # by requests that are done
-        return {k: x for k, x in s.items() if k not in ("moves", "resize", "capacity")} | dict(
-            held=[n if slot in running else 0 for slot, n in enumerate(held)],
-            copies=s.get("copies", []),
-            block_size=size,
-            blocks=len(held),
-            blocks_held=len(running),
-            blocks_shared=0,
-            blocks_cached=left,
-        )
-
-    return data | dict(version=VERSION, steps=[step(s) for s in data["steps"]])
-
-
 def check_trace(data: Any, name: str = "this") -> dict:
     "`data` if it is a trace that can be read. Raises `TraceError`."
     if not isinstance(data, dict) or data.get("format") != "batchlab-trace":
         raise TraceError(f"{name} is not a trace: expected a file that Trace.save has written")
-    if type(version := data.get("version")) is not int or not 1 <= version <= VERSION:
+    if type(version := data.get("version")) is not int or version != VERSION:
         raise TraceError(
-            f"{name} is a trace of version {version!r}, and this batchlab reads 1 to {VERSION}: "
-            "upgrade batchlab if it is newer"
+            f"{name} is a trace of version {version!r}, and this batchlab reads {VERSION}: "
+            "upgrade batchlab if it is newer, or record it again"
         )
     wanted: dict[str, type] = dict(steps=list, requests=list, totals=dict, tokens=dict, row=list)
     if missing := [k for k, kind in wanted.items() if not isinstance(data.get(k), kind)]:
         raise TraceError(f"{name} is a trace that lacks {', '.join(missing)}: record it again")
     try:
         known = {r["request"] for r in data["requests"]}
-        ok = all(
-            len(row) == len(ROW) and row[1] in known for s in data["steps"] for row in s["rows"]
-        )
+        if {Row(*row).request for s in data["steps"] for row in s["rows"]} <= known:
+            return data
     except (KeyError, TypeError):
-        ok = False
-    if not ok:
-        raise TraceError(
-            f"{name} has rows of unknown requests, or of another shape: record it again"
-        )
-    return data if version == VERSION else from_slots(data)
+        pass
+    raise TraceError(f"{name} has rows of unknown requests, or of another shape: record it again")
 
 
 def read_trace(path: str | os.PathLike) -> dict:
     "What the file of a trace holds. Raises `TraceError`."
     name = Path(path).name
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return check_trace(json.loads(Path(path).read_text(encoding="utf-8")), name)
     except OSError as e:
         raise TraceError(f"{name} can not be read: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
         raise TraceError(f"{name} is not whole JSON ({e}): was its writing cut off?") from e
-    return check_trace(data, name)
+
+# %% ../../nbs/8_view/tracefile.ipynb #2cde52e8
+@dataclass(slots=True)
+class Run:
+    """What a slot did from step `first` to `end` (excluded; by their places in the trace), for a
+    `request` or for nobody.
+
+    `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of these steps),
+    'blocked' (empty, while a request waits) or 'idle'. `tokens`: how many went through the
+    model. `cached`: of a request's first step, the share of its tokens so far that came from the
+    prefix cache."""
+
+    first: int
+    end: int
+    kind: str
+    request: int | None = None
+    tokens: int = 0
+    cached: float = 0.0
+
+
+Lanes = Mapping[tuple[str, int], list[Run]]  # by engine and slot; no run where no slot was
+
+
+def extend(lane: list[Run], i: int, kind: str, *more: Any) -> None:
+    """One step more, at place `i`; chunks of a prompt stay apart, and a step with tokens that
+    were cached."""
+    new = Run(i, i + 1, kind, *more)
+    last = lane[-1] if lane and not new.cached and not lane[-1].cached else None
+    if last and last.end == i and last.request == new.request and last.kind == kind != "prefill":
+        last.end, last.tokens = i + 1, last.tokens + new.tokens
+    else:
+        lane.append(new)
+
+
+def end_of(step: dict) -> float:
+    "When a step was over, in seconds since the recording began."
+    return step["start"] + sum(step[k] for k in PARTS)
+
+# %% ../../nbs/8_view/tracefile.ipynb #c38686ed
+def slot_runs(steps: Sequence[dict]) -> dict[tuple[str, int], list[Run]]:
+    "What each slot did in the `steps` of a trace: `{(engine, slot): [Run, …]}`."
+    lanes: defaultdict[tuple[str, int], list[Run]] = defaultdict(list)
+    newest: dict[str, dict] = {}  # step of each engine
+    owner: dict[tuple[str, int], int] = {}
+    for i, s in enumerate(steps):
+        newest[s["engine"]] = s
+        cached = {number: n for number, _, n in s["admitted"]}
+        owner.update(((s["engine"], slot), number) for number, slot, _ in s["admitted"])
+        for engine, last in newest.items():
+            rows = {row[0]: Row(*row) for row in s["rows"]} if last is s else {}
+            for slot in range(last["slots"]):
+                place, row = (engine, slot), rows.get(slot)
+                if row:
+                    owner[place], found = row.request, cached.get(row.request, 0)
+                    share = found / (found + row.n)
+                    extend(lanes[place], i, row.phase, row.request, row.n, share)
+                elif any(last["held"][slot : slot + 1]):
+                    extend(lanes[place], i, "held", owner.get(place))
+                else:
+                    extend(lanes[place], i, "blocked" if s["waiting"] else "idle")
+    return dict(sorted(lanes.items()))
 
 # %% ../../nbs/8_view/tracefile.ipynb #c58329f5
 def micros(seconds: float) -> float:
@@ -108,149 +167,89 @@ def micros(seconds: float) -> float:
     return round(1e6 * max(0, seconds), 3)
 
 
-def event(
-    ph: str, name: str, at: float, pid: int, tid: int, args: dict | None = None, **more: Any
-) -> dict:
+def event(ph: str, name: str, at: float, pid: int, tid: int, **more: Any) -> dict:
     "An event `name` of kind `ph` at second `at`, on track `tid` of process `pid`."
-    return dict(name=name, ph=ph, ts=micros(at), pid=pid, tid=tid, args=args or {}, **more)
+    return dict(dict(name=name, ph=ph, ts=micros(at), pid=pid, tid=tid, args={}), **more)
 
 
 def slice_event(
-    name: str, cat: str, start: float, end: float, pid: int, tid: int, args: dict | None = None
+    name: str, cat: str, start: float, end: float, pid: int, tid: int, **args: Any
 ) -> dict:
     "A slice from second `start` to `end`."
-    return event("X", name, start, pid, tid, args, cat=cat, dur=micros(end) - micros(start))
+    dur = micros(end) - micros(start)
+    return event("X", name, start, pid, tid, cat=cat, dur=dur, args=args)
 
 
 def name_events(pid: int, name: str, tracks: Mapping[int, str]) -> Iterator[dict]:
     "The names of process `pid` and of its `tracks` `{tid: name}`, in this order."
-    for kind, number, tid, title in [
-        ("process", pid, 0, name),
-        *(("thread", tid, tid, track) for tid, track in tracks.items()),
-    ]:
-        yield event("M", f"{kind}_name", 0, pid, tid, dict(name=title))
-        yield event("M", f"{kind}_sort_index", 0, pid, tid, dict(sort_index=number))
+    titles = [("process", 0, name), *(("thread", *track) for track in tracks.items())]
+    for kind, tid, title in titles:
+        yield event("M", f"{kind}_name", 0, pid, tid, args=dict(name=title))
+        yield event("M", f"{kind}_sort_index", 0, pid, tid, args=dict(sort_index=tid or pid))
 
 
-def step_events(steps: Iterable[dict]) -> Iterator[dict]:
+def step_events(steps: Sequence[dict]) -> Iterator[dict]:
     "Each step as a slice with its parts inside, and counters of what it had to do."
     for s in steps:
-        start = at = s["start"]
+        at = s["start"]
         args = {k: s[k] for k in ("tokens", "waiting", "running", "error", *LEDGER) if s[k]}
-        yield slice_event(
-            f"step {s['step']}", s["engine"], at, at + sum(s[k] for k in PARTS), 1, 1, args
-        )
+        yield slice_event(f"step {s['step']}", s["engine"], at, end_of(s), 1, 1, **args)
         for part in PARTS:
             yield slice_event(part, "part", at, at + s[part], 1, 1)
             at += s[part]
         for k in ("tokens", "running", "waiting"):
-            yield event("C", k, start, 1, 0, {k: s[k]})
+            yield event("C", k, s["start"], 1, 0, args={k: s[k]})
         for r in s["preempted"]:
-            yield event("i", f"request {r} is preempted", start, 1, 1, s="p")
+            yield event("i", f"request {r} is preempted", s["start"], 1, 1, s="p")
 
 # %% ../../nbs/8_view/tracefile.ipynb #11b55cf6
-def slot_spans(steps: Iterable[dict]) -> list[dict]:
-    """What each slot did: dicts `engine, slot, request, prefill, first, last` (steps), `rows`,
-    `start`, `end` (s), `tokens`.
-
-    A prefill is a span of its own for each of its chunks; decode steps one after the other are
-    one span."""
-    spans, newest = [], {}
-    for s in steps:
-        end = s["start"] + sum(s[k] for k in PARTS)
-        for slot, number, start, n, again, _, prefill in s["rows"]:
-            x = newest.get((s["engine"], slot))
-            if (
-                x
-                and not prefill
-                and (x["request"], x["prefill"], x["next"]) == (number, False, start)
-            ):
-                x.update(
-                    last=s["step"],
-                    end=end,
-                    next=start + n,
-                    tokens=x["tokens"] + n,
-                    rows=x["rows"] + 1,
-                )
-                continue
-            x = newest[s["engine"], slot] = dict(
-                engine=s["engine"],
-                slot=slot,
-                request=number,
-                prefill=bool(prefill),
-                first=s["step"],
-                last=s["step"],
-                start=s["start"],
-                end=end,
-                tokens=n,
-                next=start + n,
-                again=again,
-                rows=1,
-            )
-            spans.append(x)
-    return spans
-
-
 def slot_events(steps: Sequence[dict]) -> Iterator[dict]:
-    "The tracks of the slots; those of the first engine are process 10."
-    slots: dict[str, set[int]] = {}
-    for s in steps:
-        slots.setdefault(s["engine"], set()).update(row[0] for row in s["rows"])
-    pids = {engine: 10 + i for i, engine in enumerate(slots)}
-    for x in slot_spans(steps):
-        kind, times = ("prefill", "") if x["prefill"] else ("decode", "× ")
-        yield slice_event(
-            f"request {x['request']}: {kind} {times}{x['tokens']}",
-            kind,
-            x["start"],
-            x["end"],
-            pids[x["engine"]],
-            x["slot"] + 1,
-            {k: x[k] for k in ("request", "tokens", "again")},
-        )
-    for engine, pid in pids.items():
-        yield from name_events(
-            pid, f"slots ({engine})", {slot + 1: f"slot {slot}" for slot in sorted(slots[engine])}
-        )
+    "The tracks of the slots, a slice for each run; those of the first engine are process 10."
+    lanes = slot_runs(steps)
+    engines = list(dict.fromkeys(engine for engine, _ in lanes))
+    for pid, engine in enumerate(engines, 10):
+        tracks = {slot + 1: f"slot {slot}" for name, slot in lanes if name == engine}
+        yield from name_events(pid, f"slots ({engine})", tracks)
+    for (engine, slot), lane in lanes.items():
+        for run in [run for run in lane if run.tokens]:
+            name = f"request {run.request}: {run.kind} {'× ' * (run.kind == 'decode')}{run.tokens}"
+            start, end = steps[run.first]["start"], end_of(steps[run.end - 1])
+            pid, args = engines.index(engine) + 10, dict(request=run.request, tokens=run.tokens)
+            yield slice_event(name, run.kind, start, end, pid, slot + 1, **args)
 
 # %% ../../nbs/8_view/tracefile.ipynb #c49ccd14
-def request_events(requests: Iterable[dict]) -> Iterator[dict]:
+def request_events(requests: Sequence[dict]) -> Iterator[dict]:
     "Two asynchronous spans for each request, waiting and running, and a mark at its first token."
     for r in requests:
         came, admitted, first, end = (r[k] for k in ("arrival", "admitted", "first_token", "end"))
         if end is None:
             continue  # a span without an end would reach to infinity
-        name, track = (
-            f"request {r['request']}",
-            dict(cat="request", id2=dict(local=hex(r["request"]))),
-        )
-        mark = lambda ph, name, at, args=None: event(ph, name, at, 2, 1, args, **track)
+        name = f"request {r['request']}"
         facts = {k: r[k] for k in ("id", "prompt_tokens", "cached_tokens", "output_tokens")}
-        yield mark("b", name, came, facts | dict(reason=r["finish_reason"]))
+        marks = [("b", name, came, facts | dict(reason=r["finish_reason"]))]
         if admitted is not None:
-            yield from (mark("b", "waiting", came), mark("e", "waiting", admitted))
-            yield from (mark("b", "running", admitted), mark("e", "running", end))
+            marks += [("b", "waiting", came, {}), ("e", "waiting", admitted, {})]
+            marks += [("b", "running", admitted, {}), ("e", "running", end, {})]
         if first is not None:
-            yield mark("n", "first token", first)
-        yield mark("e", name, end)
+            marks.append(("n", "first token", first, {}))
+        for ph, what, at, args in [*marks, ("e", name, end, {})]:
+            track = dict(cat="request", id2=dict(local=hex(r["request"])), args=args)
+            yield event(ph, what, at, 2, 1, **track)
 
 
 def trace_events(data: dict) -> dict:
     """A trace's `data` in Chrome's trace-event format (also Perfetto's): a dict of
     `traceEvents`, `displayTimeUnit`, `otherData`."""
-    steps, engine = data["steps"], f"engine ({data.get('strategy')})"
+    steps = data["steps"]
     events = [
-        *name_events(1, engine, {1: "steps"}),
+        *name_events(1, f"engine ({data.get('strategy')})", {1: "steps"}),
         *name_events(2, "requests", {1: "requests"}),
         *step_events(steps),
         *slot_events(steps),
         *request_events(data["requests"]),
     ]
-    return dict(
-        traceEvents=events,
-        displayTimeUnit="ms",
-        otherData={k: data.get(k) for k in ("batchlab", "model", "created")},
-    )
+    other = {k: data.get(k) for k in ("batchlab", "model", "created")}
+    return dict(traceEvents=events, displayTimeUnit="ms", otherData=other)
 
 # %% ../../nbs/8_view/tracefile.ipynb #83acb9bf
 def trace_frame(data: dict, what: str = "steps") -> pandas.DataFrame:
@@ -275,13 +274,8 @@ def trace_frame(data: dict, what: str = "steps") -> pandas.DataFrame:
     )
 
 # %% ../../nbs/8_view/tracefile.ipynb #2ccb7ace
-class Trace:
-    """What happened in a run: `data` is what its file holds; `header`, `totals`, `steps` and
-    `requests` are parts of it.
-
-    `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each.
-    Times in seconds since the recording began. `tokens`: `{id: text}` of all ids in it.
-    `ledger`: the positions of all its steps, as a `Ledger`."""
+class TraceParts:
+    "A trace's `data`, with names for what is in it."
 
     def __init__(self, data: dict):
         self._data = data
@@ -292,9 +286,8 @@ class Trace:
 
     @property
     def header(self) -> dict:
-        return {
-            k: v for k, v in self.data.items() if k not in ("steps", "requests", "totals", "tokens")
-        }
+        parts = "steps", "requests", "totals", "tokens"
+        return {k: v for k, v in self.data.items() if k not in parts}
 
     @property
     def totals(self) -> dict:
@@ -324,6 +317,15 @@ class Trace:
         raise TraceError(
             f"request {number!r} is not in this trace of {len(self.requests)}: see requests"
         )
+
+# %% ../../nbs/8_view/tracefile.ipynb #8d81be3c
+class Trace(TraceParts):
+    """What happened in a run: `data` is what its file holds; `header`, `totals`, `steps` and
+    `requests` are parts of it.
+
+    `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each.
+    Times in seconds since the recording began. `tokens`: `{id: text}` of all ids in it.
+    `ledger`: the positions of all its steps, as a `Ledger`."""
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the trace to `path` as one JSON file, whole or not at all; returns the path.

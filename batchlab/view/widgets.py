@@ -5,14 +5,14 @@
 # %% ../../nbs/8_view/52_widgets.ipynb #c5e7d684
 from __future__ import annotations
 
-import contextlib, math, os, threading, time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import contextlib, os, threading, time, weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil, torch
+import psutil
 
 from ..llm.config import STRATEGIES
 from ..errors import BatchlabError, PromptError
@@ -20,13 +20,11 @@ from ..llm.inputs import as_list, params_for
 from ..core.ledger import Ledger
 from ..api import LLM
 from ..core.params import SamplingParams
-from ..core.sampling import SamplingRow, probabilities, sample
-from ..llm.shown import panel_html, short, table
-from ..core.tokens import vocabulary_of
-from .drawing import Canvas, Picture, bars, colour_key, heading, legend
-from ..llm.shown import esc
-from .pictures import KINDS, draw_lanes
-from .watch import SlotState, Stepper, Watch, WatchedRequest
+from ..llm.shown import esc, panel_html, table
+from .drawing import HTML_STYLE, Canvas, Picture, heading, legend
+from .pictures import KINDS, draw_lanes, row_height, waste
+from .trace import Recorder
+from .tracefile import slot_runs
 
 try:
     import comm, ipywidgets as W
@@ -36,10 +34,11 @@ except ImportError as e:
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from batchlab.llm.outputs import CompletionOutput
+    from batchlab.llm.outputs import CompletionOutput, StreamEvent
+    from batchlab.llm.pooled import PoolingParams
 
 # %% auto #0
-__all__ = ['Panel', 'SamplingExplorer', 'LiveView', 'Playground']
+__all__ = ['Panel', 'LiveView', 'Playground']
 
 # %% ../../nbs/8_view/52_widgets.ipynb #0e99ec95
 EXECUTORS = (
@@ -110,18 +109,15 @@ class Panel:
     cell runs again.
 
     Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say
-    in `end` what is to stop. `cell`: a name for the cell that made it, found by itself in
-    Jupyter."""
+    in `end` what is to stop; `settle` comes to the state that is worth a picture. `cell`: a name
+    for the cell that made it, found by itself in Jupyter."""
 
-    made: defaultdict[Any, list[Panel]] = defaultdict(
-        list
-    )  # by cell: its panels that have not ended
+    made: defaultdict[Any, list[Panel]] = defaultdict(list)  # by cell: those that have not ended
     box: W.Widget
 
     def __init__(self, cell: str | None = None):
-        self.cell, self.run_number = (
-            (cell, object()) if cell else this_cell()
-        )  # a named cell runs anew each time
+        # a named cell runs anew each time
+        self.cell, self.run_number = (cell, object()) if cell else this_cell()
         self.kept: list[Any] = []
         self.closed = False
         for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]:
@@ -139,30 +135,23 @@ class Panel:
         "`widgets` beside one another, or below where there is no room."
         return self.make(W.HBox, widgets, layout=dict(flex_flow="row wrap") | layout)
 
-    def button(self, text: str, help: str, on_click: Callable[[], Any], width: str = "auto") -> Any:
+    def button(self, text: str, help: str, on_click: Callable[[], Any]) -> Any:
         "A button that calls `on_click()`."
-        b = self.make(W.Button, description=text, tooltip=help, layout=dict(width=width))
+        b = self.make(W.Button, description=text, tooltip=help, layout=dict(width="auto"))
         b.on_click(lambda _: on_click())
         return b
 
     def field(self, kind: Callable[..., Any], name: str, width: str = "auto", **kwargs: Any) -> Any:
         "A field or slider of that kind with its name before it."
-        return self.make(
-            kind,
-            description=name,
-            style=dict(description_width="90px"),
-            layout=dict(width=width),
-            **kwargs,
-        )
+        more = dict(style=dict(description_width="90px"), layout=dict(width=width))
+        return self.make(kind, description=name, **more, **kwargs)
 
     def picture(self) -> str:
         raise NotImplementedError
 
-    def end(self) -> None:
-        "Stop what runs."
+    def end(self) -> None: ...
 
-    def settle(self) -> None:
-        "Where nobody can click: come to the state that is worth a picture."
+    def settle(self) -> None: ...
 
     def close(self) -> None:
         "End all it has: threads, observers, widgets. Nothing happens the second time."
@@ -178,292 +167,180 @@ class Panel:
                 part and part.close()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        if not live():
+        here = live()
+        if not here:
             self.settle()
-        shown = self.box._repr_mimebundle_(**kwargs) if live() and not self.closed else None
-        return (shown or {}) | {
-            "image/svg+xml": self.picture(),
-            "text/plain": f"<{type(self).__name__}>",
-        }
+        shown = self.box._repr_mimebundle_(**kwargs) if here and not self.closed else None
+        name = f"<{type(self).__name__}>"
+        return (shown or {}) | {"image/svg+xml": self.picture(), "text/plain": name}
 
-# %% ../../nbs/8_view/52_widgets.ipynb #9035787e
-def engine_logits(
-    llm: LLM, prompt: str | Sequence[int], steps: int = 8
-) -> tuple[list[int], torch.Tensor]:
-    """What the engine chose from at each of `steps` greedy tokens after `prompt`:
-    `(ids, logits)`, float32 `[n, V]`.
-
-    Each line of `logits` is right up to a constant. Raises `PromptError` if the prompt can't be
-    run."""
-    [out] = llm.generate(
-        [prompt],
-        SamplingParams(temperature=0, max_tokens=steps, logprobs=-1, detokenize=False),
-        use_tqdm=False,
-    )
-    if out.error:
-        raise PromptError(f"no distribution to show: {out.error}")
-    answer = out.outputs[0]
-    return answer.token_ids, torch.tensor(
-        [[chances[i].logprob for i in range(len(chances))] for chances in answer.logprobs or []]
-    )
-
-# %% ../../nbs/8_view/52_widgets.ipynb #9ab27192
+# %% ../../nbs/8_view/52_widgets.ipynb #39c69b28
 @dataclass
-class Choice:
-    """A token that could come next: its probability as the model gives it, and after the
-    sampling parameters."""
+class WatchedRequest:
+    "What is known of a request: its text so far, `state` 'waiting', 'running' or why it ended."
 
-    token_id: int
-    before: float
-    after: float
-
-
-@dataclass
-class Choices:
-    """The likeliest of a step in `top`; `kept`: how many of all can still come; `drawn`: who
-    does, with the seed."""
-
-    top: list[Choice]
-    kept: int
-    drawn: int | None
-    entropy: float  # in bits, after the parameters
-
-
-def choices(logits: torch.Tensor, params: SamplingParams, n: int = 12) -> Choices:
-    """The `Choices` of one step from its `logits` `[V]`: what the engine would draw from with
-    `params`, and would draw."""
-    row = SamplingRow.make(replace(params, max_tokens=1), [0])
-    before, after = logits.softmax(-1), probabilities(logits[None], [row])[0]
-    ids = before.topk(min(n, len(before))).indices.tolist()
-    top = [Choice(i, before[i].item(), after[i].item()) for i in ids]
-    bits = torch.special.entr(after).sum().item() / math.log(2)
-    return Choices(top, int((after > 0).sum()), sample(logits[None], [row]).token_ids[0], bits)
-
-# %% ../../nbs/8_view/52_widgets.ipynb #b9dab1fd
-def shown_token(tokenizer: Any, token_id: int) -> str:
-    """A token's text between quotes, in which spaces and line breaks can be seen; its id if
-    there is no tokenizer."""
-    if tokenizer is None:
-        return str(token_id)
-    text = repr(vocabulary_of(tokenizer).text(token_id))
-    return text if len(text) <= 18 else text[:17] + "…"
-
-# %% ../../nbs/8_view/52_widgets.ipynb #2c49eda7
-def choices_picture(found: Choices, tokenizer: Any, title: str) -> Picture:
-    "`Choices` as a `Picture`: what each token keeps, gains and loses, in percent."
-    rows, notes = {}, {}
-    for i, c in enumerate(found.top, 1):
-        name, kept = f"{i}: {shown_token(tokenizer, c.token_id)}", min(c.before, c.after)
-        parts = dict(kept=kept, gained=c.after - kept, lost=c.before - kept)
-        rows[name] = {part: round(100 * share, 2) for part, share in parts.items()}
-        notes[name] = f"{c.before:.2%} → {c.after:.2%}{' ◀' if c.token_id == found.drawn else ''}"
-    key = dict(
-        kept=("decode", "in the model and now"),
-        gained=("cached", "only now"),
-        lost=("held", "only in the model"),
-    )
-    return bars(rows, key, "%", notes, title)
-
-# %% ../../nbs/8_view/52_widgets.ipynb #87582d50
-KNOBS = (
-    (W.FloatSlider, "temperature", 0, 2, 0.05, "0 is greedy"),
-    (W.IntSlider, "top_k", 0, 100, 1, "the likeliest k; 0 is off"),
-    (W.FloatSlider, "top_p", 0.01, 1, 0.01, "the likeliest of this total share; 1 is off"),
-    (W.FloatSlider, "min_p", 0, 0.5, 0.005, "at least this share of the likeliest; 0 is off"),
-    (W.IntSlider, "seed", 0, 99, 1, "the arrow ◀ marks who is drawn"),
-)
-
-# %% ../../nbs/8_view/52_widgets.ipynb #2f6faa20
-class SamplingExplorer(Panel):
-    """The distribution that the engine draws from at a step after `prompt`, under parameters to
-    be turned.
-
-    `llm` is used as it is. `steps`: how many greedy tokens to look at; `top`: how many
-    candidates to show; `params`: where the knobs begin. Raises `PromptError`, `ParamError`."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        prompt: str,
-        steps: int = 6,
-        top: int = 12,
-        cell: str | None = None,
-        **params: Any,
-    ):
-        super().__init__(cell)
-        self.llm, self.top, self.steps, start = llm, top, steps, SamplingParams(**params)
-        wide = "min(460px, 100%)"
-        self.prompt = self.field(
-            W.Textarea, "prompt", value=prompt, continuous_update=False, rows=2
-        )
-        self.step = self.field(
-            W.IntSlider, "step", wide, max=steps - 1, tooltip="which token of the greedy answer"
-        )
-        self.knobs = {
-            name: self.field(
-                kind,
-                name,
-                wide,
-                value=getattr(start, name) or 0,
-                min=low,
-                max=high,
-                step=step,
-                tooltip=help,
-            )
-            for kind, name, low, high, step, help in KNOBS
-        }
-        self.status, self.chart = self.make(W.HTML), self.make(W.HTML)
-        self.box = self.make(
-            W.VBox, [self.prompt, self.step, *self.knobs.values(), self.status, self.chart]
-        )
-        self.look()
-        self.prompt.observe(lambda _: self.look(), "value")
-        for w in (self.step, *self.knobs.values()):
-            w.observe(lambda _: self.show(), "value")
-
-    def look(self) -> None:
-        "Ask the engine about the prompt as it stands."
-        try:
-            self.ids, self.logits = engine_logits(self.llm, self.prompt.value, self.steps)
-        except BatchlabError as e:
-            self.status.value = panel_html(f"⚠ {esc(e)}")
-            if not hasattr(self, "logits"):
-                raise
-            return
-        self.step.max = len(self.ids) - 1  # the answer may end early
-        self.show()
+    request_id: str
+    prompt: str
+    text: str = ""
+    num_tokens: int = 0
+    state: str = "waiting"
+    error: str | None = None
 
     @property
-    def params(self) -> SamplingParams:
-        "What the knobs say."
-        return SamplingParams(**{name: w.value for name, w in self.knobs.items()})
+    def done(self) -> bool:
+        return self.state not in ("waiting", "running")
+
+
+class Watch:
+    """Notes what becomes of some requests of `llm`: `requests`, a `WatchedRequest` for each.
+    `trace`: records the steps of `llm`."""
+
+    def __init__(self, llm: LLM):
+        self.llm, self.trace = llm, Recorder(llm, text=False).start()
+        self.requests: list[WatchedRequest] = []
+        self.place: dict[str, int] = {}  # the index of a request by its id
+        self.times: deque[tuple[float, int]] = deque(maxlen=4096)
+
+    def add(
+        self, prompt: str | Sequence, params: SamplingParams | PoolingParams, **kw: Any
+    ) -> None:
+        "Hand one prompt to the engine, watched; `kw` as in `LLM.add_request`."
+        shown = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+        request_id = f"watch-{id(self)}-{len(self.requests)}"
+        self.place[request_id] = len(self.requests)
+        self.requests.append(WatchedRequest(request_id, shown))
+        self.llm.add_request(prompt, params, self.event, request_id, **kw)
+
+    def event(self, e: StreamEvent) -> None:
+        "Note what the engine tells of a request."
+        r = self.requests[self.place[e.request_id]]
+        r.text += e.text
+        r.num_tokens += len(e.token_ids)
+        r.state = e.finish_reason or "running"
+        if e.output:
+            r.error = e.output.error
+        self.times.append((time.perf_counter(), len(e.token_ids)))
+
+    def index(self, request_id: str) -> int:
+        "Of the request with that id, or the one that it is an answer to; a stranger's is -1."
+        whole = request_id.rpartition("-")[0]
+        return self.place.get(request_id, self.place.get(whole, -1))
+
+    def cancel(self, *places: int) -> None:
+        "End the requests in these places, before the next step."
+        for i in places:
+            self.llm.cancel(self.requests[i].request_id)
 
     @property
-    def so_far(self) -> str:
-        "The prompt and the greedy tokens before this step."
-        before, tokenizer = self.ids[: self.step.value], self.llm.tokenizer
-        return self.prompt.value + (tokenizer.decode(before) if before and tokenizer else "")
+    def num_tokens(self) -> int:
+        return sum(r.num_tokens for r in self.requests)
 
-    def show(self) -> None:
-        "Draw what the knobs say."
-        p = self.params
-        found = choices(self.logits[self.step.value], p, self.top)
-        what = ", ".join(
-            f"{name}={getattr(p, name):g}" for name in ("temperature", "top_k", "top_p", "min_p")
-        )
-        title = f"…{self.so_far[-40:]!r}: {what}; {found.kept:,} tokens can come"
-        self.found, self.drawn = found, choices_picture(found, self.llm.tokenizer, title)
-        self.status.value = panel_html(
-            f"<b>{found.kept:,}</b> of {self.logits.shape[1]:,} tokens can come, "
-            f'entropy {max(0, found.entropy):.2f} bits. <span class="dim">Text so far:</span> '
-            f'<span class="answer">{esc(self.so_far)}</span>'
-        )
-        self.chart.value = panel_html(self.drawn.svg)
+    @property
+    def done(self) -> bool:
+        return all(r.done for r in self.requests)
 
-    def picture(self) -> str:
-        return self.drawn.svg
+    def rate(self, seconds: float = 2.0) -> float:
+        "Tokens a second over the last `seconds`."
+        since = time.perf_counter() - seconds
+        return sum(n for t, n in list(self.times) if t > since) / seconds
 
-# %% ../../nbs/8_view/52_widgets.ipynb #e02d906a
-def watch_picture(watch: Watch, most: int = 12) -> Picture:
-    """A `Watch` as a `Picture`: the slots over the steps, and what became of the first `most`
-    requests."""
-    c, lanes, requests = Canvas(), watch.lanes, watch.requests
-    ends = ", ".join(f"{n} {state}" for state, n in Counter(r.state for r in requests).items())
-    title = f"{len(requests)} requests, {len(watch.history)} steps; ended: {ends}"
+# %% ../../nbs/8_view/52_widgets.ipynb #55001a78
+def watch_picture(watch: Watch, last: int = 150) -> Picture:
+    "The slots over the `last` steps of a `Watch`, as a `Picture`."
+    trace, states = watch.trace, Counter(r.state for r in watch.requests)
+    lanes, ids = slot_runs(trace.since(trace.num_steps - last)), trace.ids()
+    for run in [run for lane in lanes.values() for run in lane]:
+        if run.request is not None:
+            run.request = watch.index(ids.get(run.request, ""))
+    c, count = Canvas(), ", ".join(f"{n} {state}" for state, n in states.items())
+    title = f"{len(watch.requests)} requests, {trace.num_steps} steps: {count}"
     heading(c, 16, title)
-    draw_lanes(c, lanes, 58, c.width - 16, max(4, min(18, 240 / max(1, len(lanes)))))
+    draw_lanes(c, lanes, 58, c.right, max(4, row_height(len(lanes), 18, 240)))
     c.y += 8
     legend(c, 58, KINDS.items())
-    c.y += 14
-    for i, r in enumerate(requests[:most]):
-        c.text(16, c.y, i)
-        c.text(44, c.y, short(r.prompt, 38), "dim")
-        c.text(290, c.y, short(r.error or r.text, 48))
-        c.text(c.width - 16, c.y, f"{r.num_tokens}, {r.state}", "dim", "end")
-        c.y += 19
-    if len(requests) > most:
-        c.text(44, c.y, f"and {len(requests) - most} more", "dim")
     return c.picture("Slots of a live view", title)
 
-# %% ../../nbs/8_view/52_widgets.ipynb #97535936
-def slot_html(i: int, s: SlotState) -> str:
-    "A `SlotState` as a tank that is as full as the slot, with the number of its owner."
-    who = "free" if s.owner is None else "another call" if s.owner < 0 else f"request {s.owner}"
-    cached = f", {s.cached} cached" if s.cached else ""
-    what = f"slot {i}: {who}, {s.held} of {s.capacity} tokens{', ' + s.phase if s.held else ''}{cached}"
-    high = lambda n: f"{min(1, n / max(1, s.capacity)):.0%}"
-    fill = "".join(
-        f'<i style="height:{high(n)};background:var(--{kind})"></i>'
-        for n, kind in ((s.held, s.phase), (s.cached, "cached"))
-        if n
-    )
-    return (
-        f'<span class="slot" role="img" title="{what}" aria-label="{what}">{fill}'
-        f"<b>{'' if s.owner is None else '·' if s.owner < 0 else s.owner}</b></span>"
-    )
-
-
-def slots_html(slots: Iterable[SlotState]) -> str:
-    "All slots as tanks."
-    return f'<div class="slots">{"".join(slot_html(i, x) for i, x in enumerate(slots))}</div>'
-
-
+# %% ../../nbs/8_view/52_widgets.ipynb #2a45780f
 def request_html(i: int, r: WatchedRequest, most: int = 600) -> str:
     """A `WatchedRequest`: its number and state, its prompt, and the end of its text, at most
     `most` characters."""
-    where = "" if r.slot is None else f" in slot {r.slot}"
     text = r.text if len(r.text) <= most else "…" + r.text[-most:]
     state = f"ended: {r.state}" if r.done else r.state
-    head = f'<b>{i}</b> <span class="chip">{esc(state)}{where}</span> <span class="dim num">{r.num_tokens} tokens</span>'
-    return panel_html(
-        f'<div>{head}</div><div class="answer"><span '
-        f'class="dim">{esc(r.prompt[-160:])}</span>{esc(text)}'
-        f"{' ⚠ ' + esc(r.error) if r.error else ''}</div>"
-    )
+    head = f'<b>{i}</b> <span class="chip">{esc(state)}</span> <span class="dim num">{r.num_tokens} tokens</span>'
+    said = f'<span class="dim">{esc(r.prompt[-160:])}</span>{esc(text)}'
+    error = f" ⚠ {esc(r.error)}" if r.error else ""
+    return f'<div>{head}</div><div class="answer">{said}{error}</div>'
 
-# %% ../../nbs/8_view/52_widgets.ipynb #944d4829
-def watch_line(watch: Watch, paused: bool, error: BaseException | None = None) -> str:
+
+def watch_line(watch: Watch, paused: bool) -> str:
     """What is going on, as HTML: how many requests run, wait and are done, tokens, and tokens
     per second."""
     states = Counter("done" if r.done else r.state for r in watch.requests)
-    state = "failed" if error else "done" if watch.done else "paused" if paused else "running"
+    state = "done" if watch.done else "paused" if paused else "running"
     counts = ", ".join(f"{states[k]} {k}" for k in ("running", "waiting", "done"))
     rate = f", {watch.rate():.0f} tokens/s" if state == "running" else ""
-    return panel_html(
-        f"<b>{state}</b>: {counts}, {watch.num_tokens} "
-        f"tokens{rate}{' ⚠ ' + esc(repr(error)) if error else ''}"
-    )
+    return panel_html(f"<b>{state}</b>: {counts}, {watch.num_tokens} tokens{rate}")
 
-# %% ../../nbs/8_view/52_widgets.ipynb #8e32f58a
-class RequestLine:
-    """A line of a live view: what is known of a request, and a button that calls `cancel(index)`
-    with its number."""
+# %% ../../nbs/8_view/52_widgets.ipynb #26c9b3f4
+class LiveWidgets(Panel):
+    "A panel that can `build` what it shows of a `watch`, `rows` requests at a time, and buttons."
 
-    def __init__(self, panel: Panel, cancel: Callable[[int], None]):
-        self.index = 0
-        self.cancel = panel.button(
-            "Cancel", "end this request with what it has", lambda: cancel(self.index)
+    def build(self, watch: Watch, rows: int) -> None:
+        self.watch, self.llm, self.rows, self.paints = watch, watch.llm, rows, 0
+        self.pause = self.button("Pause", "hold the engine before its next step", self.toggle)
+        self.step = self.button("Step", "make one step and hold", self.make_step)
+        self.cancel = self.button(
+            "Cancel all", "end every request with what it has", self.cancel_all
         )
-        self.entry = panel.make(W.HTML, layout=dict(flex="1 1 0", min_width="0"))
-        self.box = panel.row(self.cancel, self.entry, align_items="flex-start", flex_flow="row")
-
-    def show(self, index: int, requests: Sequence[WatchedRequest]) -> None:
-        "Show request `index` of `requests`, or nothing if there are fewer."
-        r = requests[index] if index < len(requests) else None
-        self.index, self.entry.value = index, request_html(index, r) if r else ""
-        self.cancel.disabled, self.cancel.layout.visibility = (
-            r is None or r.done,
-            "visible" if r else "hidden",
+        last = len(watch.requests) - 1
+        self.one = self.field(W.BoundedIntText, "request", "170px", value=0, min=0, max=last)
+        self.one.observe(lambda _: self.paint(), "value")
+        self.cancel_one = self.button(
+            "Cancel this", "end this request with what it has", lambda: watch.cancel(self.one.value)
         )
+        self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
+        self.texts = self.make(W.HTML)
+        tools = self.row(self.pause, self.step, self.cancel, self.one, self.cancel_one)
+        self.box = self.make(W.VBox, [tools, self.status, self.slots, self.texts])
 
-# %% ../../nbs/8_view/52_widgets.ipynb #1ee835c7
-class LiveView(Panel):
+    def toggle(self) -> None:
+        (self.llm.resume if self.llm.paused else self.llm.pause)()
+
+    def make_step(self) -> None:
+        self.llm.pause()
+        self.llm.step(wait=True)  # a click is a step, whoever has the engine just now
+
+    def cancel_all(self) -> None:
+        self.watch.cancel(*range(len(self.watch.requests)))
+
+    def paint(self) -> None:
+        """Show the state of this moment. What is as it was is not sent again: a trait that gets
+        an equal value keeps still."""
+        watch, requests, self.paints = self.watch, self.watch.requests, self.paints + 1
+        self.status.value = watch_line(watch, self.llm.paused)
+        self.slots.value = panel_html(watch_picture(watch).svg)
+        first = max(0, min(self.one.value, len(requests) - self.rows))
+        shown = list(enumerate(requests))[first : first + self.rows]
+        texts = "".join(request_html(i, r) for i, r in shown)
+        self.texts.value = panel_html(f"<style>{HTML_STYLE}</style>{texts}")
+        self.pause.description = "Go on" if self.llm.paused else "Pause"
+        for b in (self.pause, self.step, self.cancel):
+            b.disabled = watch.done
+        self.cancel_one.disabled = requests[self.one.value].done
+
+    def picture(self) -> str:
+        return watch_picture(self.watch).svg
+
+# %% ../../nbs/8_view/52_widgets.ipynb #67fcc9cf
+class LiveView(LiveWidgets):
     """Runs `prompts` on `llm` and shows it as it happens: slots filling, texts streaming, tokens
     per second.
 
     Pause, Step and Cancel do what they say, to all or to one request; but whoever else calls
     `llm` meanwhile moves everybody. `rows`: requests shown at a time. `paused`: begin so. Else
     as `LLM.stream`. Raises `PromptError`, `ParamError`."""
+
+    threads: weakref.WeakSet[Any] = weakref.WeakSet()  # of engines, that views have started
 
     def __init__(
         self,
@@ -483,89 +360,43 @@ class LiveView(Panel):
                 "sea is'])"
             )
         params = params_for(sampling_params, len(prompts))
-        super().__init__(cell)
-        self.watch, self.hz, self.paints = Watch(llm), hz, 0
-        self.stepper = Stepper(llm, self.watch.look)
+        super().__init__(cell)  # which ends the view that the cell had before
+        self.hz, watch = hz, Watch(llm)
         if paused:
-            self.stepper.pause()
+            llm.pause()
         for p, q in zip(prompts, params):
-            self.watch.add(p, q, chat=chat)
-        self._build(len(prompts), min(rows, len(prompts)))
+            watch.add(p, q, chat=chat)
+        self.build(watch, min(rows, len(prompts)))
         self.paint()
         self.painter = threading.Thread(target=self._paint_on, name="batchlab-widget", daemon=True)
-        self.stepper.start()
+        if llm.thread is None:
+            LiveView.threads.add(llm.start().thread)
         self.painter.start()
 
-    def _build(self, n: int, rows: int) -> None:
-        "The widgets for `n` requests, in so many `rows`."
-        self.pause = self.button(
-            "Pause", "hold the engine before its next step", self.stepper.toggle
-        )
-        self.step = self.button("Step", "make one step and hold", self.stepper.step)
-        self.cancel = self.button(
-            "Cancel all", "end every request with what it has", self.cancel_all
-        )
-        pages = [(f"requests {i} to {min(i + rows, n) - 1}", i) for i in range(0, n, rows)]
-        self.page = self.make(
-            W.Dropdown,
-            options=pages,
-            layout=dict(width="auto", display="none" if len(pages) < 2 else ""),
-        )
-        self.page.observe(lambda _: self.paint(), "value")
-        self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
-        self.lines = [RequestLine(self, self.cancel_one) for _ in range(rows)]
-        tools = self.row(self.pause, self.step, self.cancel, self.page)
-        self.box = self.make(
-            W.VBox, [tools, self.status, self.slots, *(line.box for line in self.lines)]
-        )
-
-    def cancel_one(self, index: int) -> None:
-        self.stepper.cancel(self.watch.requests[index].request_id)
-
-    def cancel_all(self) -> None:
-        self.stepper.cancel(*(r.request_id for r in self.watch.requests))
-
     def _paint_on(self) -> None:
-        while self.stepper.thread.is_alive() and not self.closed:
+        while self.llm.thread and not (self.watch.done or self.closed):
             self.paint()
             time.sleep(1 / self.hz)
+        self.watch.trace.stop()
+        if self.llm.thread in LiveView.threads and not self.llm.has_unfinished:
+            self.llm.stop()  # else the requests of somebody else go on
         if not self.closed:
             self.paint()
 
-    def paint(self) -> None:
-        """Show the state of this moment. What is as it was is not sent again: a trait that gets
-        an equal value keeps still."""
-        w, s, self.paints = self.watch, self.stepper, self.paints + 1
-        self.status.value = watch_line(w, s.paused, s.error)
-        self.slots.value = panel_html(
-            slots_html(w.slots)
-            + colour_key(dict(prefill="prefill", decode="decode", cached="cached"))
-        )
-        self.pause.description = "Go on" if s.paused else "Pause"
-        for b in (self.pause, self.step, self.cancel):
-            b.disabled = w.done
-        for i, line in enumerate(self.lines, self.page.value):
-            line.show(i, w.requests)
-
     def wait(self, timeout: float = 600) -> bool:
         "Wait until all requests are done; whether they are. A paused view goes on."
-        self.stepper.resume()
-        self.stepper.thread.join(timeout)
-        self.painter.join(5)
+        self.llm.resume()
+        self.painter.join(timeout)
         return self.watch.done
-
-    def end(self) -> None:
-        "Cancel what is left, and wait for both threads."
-        self.cancel_all()
-        self.stepper.close()
-        if self.painter is not threading.current_thread():
-            self.painter.join(10)
 
     def settle(self) -> None:
         self.wait()
 
-    def picture(self) -> str:
-        return watch_picture(self.watch).svg
+    def end(self) -> None:
+        "Cancel what is left, and wait until it has ended."
+        self.cancel_all()
+        if self.painter is not threading.current_thread():
+            self.painter.join(60)
 
 # %% ../../nbs/8_view/52_widgets.ipynb #c5809130
 @dataclass
@@ -581,14 +412,6 @@ class PlaygroundRun:
     steps: int = 0
     seconds: float = 0.0
     reason: str = "done"
-
-    @property
-    def lost(self) -> int:
-        return self.ledger.padded + self.ledger.recomputed
-
-    @property
-    def positions(self) -> int:
-        return self.ledger.useful + self.lost
 
     @property
     def num_tokens(self) -> int:
@@ -636,53 +459,32 @@ def play_once(
     return out
 
 # %% ../../nbs/8_view/52_widgets.ipynb #bf010240
-def bar_html(parts: Mapping[str, float], most: float) -> str:
-    "A stacked bar of `parts`, `{kind of colour: number}`; `most` fill its cell."
-    stack = "".join(
-        f'<i style="width:{n / most:.2%};background:var(--{kind})"></i>'
-        for kind, n in parts.items()
-    )
-    return f'<div style="display:flex;height:14px;min-width:90px">{stack}</div>'
+def played_picture(runs: Sequence[PlaygroundRun]) -> Picture:
+    "Where the positions of the runs went, as a `Picture`, without times."
+    return waste({f"{i}: {p.strategy}, {p.slots} slots": p.ledger for i, p in enumerate(runs)})
 
 
 def played_html(runs: Sequence[PlaygroundRun]) -> str:
-    "Runs of the playground as a table."
-    most, rows = max(p.positions for p in runs) or 1, []
-    for i, p in enumerate(runs):
-        done, ledger = p.reason == "done", p.ledger
-        rows.append(
-            {
-                "": i,
-                "strategy": p.strategy if done else f"{p.strategy} ⚠ {p.reason}",
-                "positions": bar_html(dict(decode=ledger.useful, padded=p.lost), most),
-                "waste": f"{p.lost / max(1, p.positions):.0%}",
-                "tokens": p.num_tokens,
-                "seconds": f"{p.seconds:.1f}",
-                "steps": p.steps,
-                "slots": p.slots,
-                "budget": p.budget,
-                "tokens/s": f"{p.num_tokens / max(p.seconds, 1e-9):.0f}",
-                "useful": f"{ledger.useful:,}",
-                "masked reads": f"{ledger.masked:,}",
-                "same as 0": ""
-                if not done
-                else "yes"
-                if p.token_ids == runs[0].token_ids
-                else "no",
-            }
-        )
-    return table(rows, ("", "strategy", "positions", "same as 0"))
+    "Runs of the playground as a table, and their picture."
 
+    def row(i: int, p: PlaygroundRun) -> dict[str, object]:
+        done, same = p.reason == "done", p.token_ids == runs[0].token_ids
+        return {
+            "": i,
+            "strategy": p.strategy if done else f"{p.strategy} ⚠ {p.reason}",
+            "waste": f"{p.ledger.waste:.0%}",
+            "tokens": p.num_tokens,
+            "seconds": f"{p.seconds:.1f}",
+            "steps": p.steps,
+            "slots": p.slots,
+            "budget": p.budget,
+            "tokens/s": f"{p.num_tokens / max(p.seconds, 1e-9):.0f}",
+            "masked reads": f"{p.ledger.masked:,}",
+            "same as 0": ("yes" if same else "no") if done else "",
+        }
 
-def played_picture(runs: Sequence[PlaygroundRun]) -> Picture:
-    "Runs of the playground as a `Picture`, without times."
-    rows, notes = {}, {}
-    for i, p in enumerate(runs):
-        name = f"{i}: {p.strategy}, {p.slots} slots"
-        rows[name] = dict(useful=p.ledger.useful, lost=p.lost)
-        notes[name] = f"{p.steps} steps, {p.num_tokens} tokens out"
-    key = dict(useful=("decode", "useful"), lost=("padded", "padded or computed again"))
-    return bars(rows, key, "positions", notes, "Positions computed, useful and wasted")
+    rows = [row(i, p) for i, p in enumerate(runs)]
+    return table(rows, ("", "strategy", "same as 0")) + played_picture(runs).svg
 
 # %% ../../nbs/8_view/52_widgets.ipynb #8f525090
 def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
@@ -692,36 +494,28 @@ def greedy_params(n: int, max_tokens: int, vary: bool) -> list[SamplingParams]:
     return [SamplingParams(temperature=0, max_tokens=cap(i), ignore_eos=vary) for i in range(n)]
 
 # %% ../../nbs/8_view/52_widgets.ipynb #9a14a5f8
-class RunFields:
+class PlayFields(Panel):
     "The fields of a playground: prompts, one a line, and the settings of a run."
 
     def __init__(
-        self, panel: Panel, prompts: Sequence[str], max_tokens: int, slots: int, budget: int
+        self, prompts: Sequence[str], max_tokens: int, slots: int, budget: int, cell: str | None
     ):
-        number = lambda name, value: panel.field(
-            W.BoundedIntText, name, "190px", value=value, min=1, max=65536
-        )
-        self.prompts = panel.field(
-            W.Textarea, "prompts", value="\n".join(prompts), rows=min(10, len(prompts) + 1)
-        )
-        self.strategy = panel.field(
+        super().__init__(cell)
+        numbers = dict(slots=slots, budget=budget, max_tokens=max_tokens)
+        fields = {
+            name: self.field(W.BoundedIntText, name, "190px", value=value, min=1, max=65536)
+            for name, value in numbers.items()
+        }
+        self.slots, self.budget, self.max_tokens = fields.values()
+        lines, rows = "\n".join(prompts), min(10, len(prompts) + 1)
+        self.prompts = self.field(W.Textarea, "prompts", value=lines, rows=rows)
+        self.strategy = self.field(
             W.Dropdown, "strategy", "230px", options=STRATEGIES, value="continuous"
         )
-        self.slots, self.budget, self.max_tokens = (
-            number("slots", slots),
-            number("budget", budget),
-            number("max_tokens", max_tokens),
-        )
-        self.vary = panel.make(
-            W.Checkbox, value=True, description="answers of different lengths", indent=False
-        )
-        self.box = panel.make(
-            W.VBox,
-            [
-                self.prompts,
-                panel.row(self.strategy, self.slots, self.budget, self.max_tokens, self.vary),
-            ],
-        )
+        what = "answers of different lengths"
+        self.vary = self.make(W.Checkbox, value=True, description=what, indent=False)
+        settings = self.row(self.strategy, *fields.values(), self.vary)
+        self.fields = self.make(W.VBox, [self.prompts, settings])
 
     @property
     def asked(self) -> tuple[list[str], list[SamplingParams], str, int, int]:
@@ -731,13 +525,12 @@ class RunFields:
         return prompts, params, self.strategy.value, self.slots.value, self.budget.value
 
 # %% ../../nbs/8_view/52_widgets.ipynb #733ddc40
-class Playground(Panel):
-    """Prompts to edit, a strategy, slots and a budget to choose; what each run took in tokens,
-    time and waste, side by side.
+class PlaygroundWidgets(PlayFields):
+    "The widgets of a playground, with buttons to `run`, `stop` and `forget`."
 
-    `model`, `tokenizer`: loaded ones, as `load_model` gives them; or an `LLM`, as in
-    `Playground(llm, prompts)`, whose model is taken. `prompts`: one a line. Runs are made in a
-    thread and can be cancelled; `runs` are their `PlaygroundRun`."""
+    run: Callable[[], None]
+    stop: Callable[[], None]
+    forget: Callable[[], None]
 
     def __init__(
         self,
@@ -749,24 +542,39 @@ class Playground(Panel):
         budget: int = 256,
         cell: str | None = None,
     ):
-        super().__init__(cell)
         if isinstance(model, LLM):
             if isinstance(tokenizer, (list, tuple)):
                 prompts = tokenizer
             model, tokenizer = model.model, model.tokenizer
-        self.model: Any = model
-        self.tokenizer, self.runs = tokenizer, []
+        super().__init__(prompts, max_tokens, slots, budget, cell)
+        self.model, self.tokenizer, self.runs = model, tokenizer, []
         self.thread: threading.Thread | None = None
         self.stopping, self.count, self.shown = False, 0, 0.0
-        self.fields = RunFields(self, prompts, max_tokens, slots, budget)
-        self.go, self.cancel = (
-            self.button("Run", "run with these settings", self.run),
-            self.button("Cancel", "stop this run", self.stop),
-        )
+        self.go = self.button("Run", "run with these settings", self.run)
+        self.cancel = self.button("Cancel", "stop this run", self.stop)
+        clear = self.button("Clear", "forget the runs", self.forget)
         self.status, self.table = self.make(W.HTML), self.make(W.HTML)
-        tools = self.row(self.go, self.cancel, self.button("Clear", "forget the runs", self.forget))
-        self.box = self.make(W.VBox, [self.fields.box, tools, self.status, self.table])
+        tools = self.row(self.go, self.cancel, clear)
+        self.box = self.make(W.VBox, [self.fields, tools, self.status, self.table])
         self.show()
+
+    def show(self, text: str = "") -> None:
+        "Show the runs, and `text` as the state."
+        self.shown, busy = time.monotonic(), text.startswith("running")
+        self.go.disabled, self.cancel.disabled = busy, not busy
+        count = f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}"
+        self.status.value = panel_html(esc(text) or count)
+        if not busy:
+            self.table.value = panel_html(played_html(self.runs)) if self.runs else ""
+
+# %% ../../nbs/8_view/52_widgets.ipynb #1a3b95d3
+class Playground(PlaygroundWidgets):
+    """Prompts to edit, a strategy, slots and a budget to choose; what each run took in tokens,
+    time and waste, side by side.
+
+    `model`, `tokenizer`: loaded ones, as `load_model` gives them; or an `LLM`, as in
+    `Playground(llm, prompts)`, whose model is taken. `prompts`: one a line. Runs are made in a
+    thread and can be cancelled; `runs` are their `PlaygroundRun`."""
 
     def run(self, strategy: str | None = None, wait: bool = False) -> None:
         """Start a run with what the fields say, unless one is under way. `wait`: return when it
@@ -774,8 +582,8 @@ class Playground(Panel):
         if self.thread and self.thread.is_alive():
             return
         if strategy:
-            self.fields.strategy.value = strategy
-        job = self.fields.asked
+            self.strategy.value = strategy
+        job = self.asked
         if not job[0]:
             return self.show("⚠ there are no prompts: write one a line")
         self.stopping, self.count = False, 0
@@ -790,10 +598,8 @@ class Playground(Panel):
         self.show("running")
         try:
             self.runs.append(play_once(self.model, self.tokenizer, *job, go_on=self._go_on))
-        except BatchlabError as e:
-            self.show(f"⚠ {e}")
         except Exception as e:
-            self.show(f"⚠ {type(e).__name__}: {e}")
+            self.show(f"⚠ {e}" if isinstance(e, BatchlabError) else f"⚠ {type(e).__name__}: {e}")
         else:
             self.show()
 
@@ -802,16 +608,6 @@ class Playground(Panel):
         if time.monotonic() > self.shown + 0.1:
             self.show(f"running: {self.count} tokens")
         return not self.stopping
-
-    def show(self, text: str = "") -> None:
-        "Show the runs, and `text` as the state."
-        self.shown, busy = time.monotonic(), text.startswith("running")
-        self.go.disabled, self.cancel.disabled = busy, not busy
-        self.status.value = panel_html(
-            esc(text) or f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}"
-        )
-        if not busy:
-            self.table.value = panel_html(played_html(self.runs)) if self.runs else ""
 
     def stop(self) -> None:
         "Cancel the run that is under way."
@@ -829,6 +625,3 @@ class Playground(Panel):
 
     def picture(self) -> str:
         return played_picture(self.runs).svg
-
-# %% ../../nbs/8_view/52_widgets.ipynb #4d2b9e01
-_SCRUBBER = "Scrubber Share share_of shares_of row_html texts_html step_line step_slots step_html shown_text"
