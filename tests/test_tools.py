@@ -725,7 +725,7 @@ def call_as(name, arguments):
 def fmt_with(opening, text='<call>{"fn": "«N»", "with": «A»}</call>'):
     tok = tiny_tokenizer()
     tok.response_template = response(**{opening: "<call>"})
-    return found(template(text), tok)
+    return found(template(text, say="<call>"), tok)
 
 
 each_opening = pytest.mark.parametrize("opening", ["open", "open_pattern"])
@@ -742,6 +742,7 @@ def test_calls_that_transformers_reads(opening):
     assert "Let me look." in content and "Hm." in content
     assert fmt_with(opening, f"<tool_call>\n{OBJECT}\n</tool_call>").name == "hermes"
     assert fmt_with(opening, "<other>«N»</other>") is None
+    assert fmt_with(opening, "") is None, "no table says how to write a call of this layout"
 
 
 @each_opening
@@ -754,6 +755,7 @@ def test_calls_that_transformers_reads(opening):
         "Well. <call>{",
         '<call>{"fn": 5}</call>',
         "<call>5</call>",
+        '<call>{"fn": [1], "with": {}}</call>',
         call_as("then", {}),
         call_as("now", {}) + call_as("then", {}),
     ],

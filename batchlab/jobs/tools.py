@@ -64,7 +64,7 @@ class _Tool(_Part):
     type: Literal["function"]
     function: _Function
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #b573f4ae
+# %% ../../nbs/6_jobs/48_tools.ipynb #0ba97ec6
 class _Mode(_Part):
     type: Literal["none", "auto", "required"]
 
@@ -504,7 +504,7 @@ def _patterns(f: ToolFormat) -> tuple[str, str, str, str]:
         _layout(f.last),
     )
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #925d89dc
+# %% ../../nbs/6_jobs/48_tools.ipynb #8833fd58
 class _Deltas:
     """The text of an answer that isn't settled yet, and what is: as deltas in `out`, and added
     up in `content` and `calls`."""
@@ -543,7 +543,7 @@ class _Deltas:
     def _put(self, part: dict[str, Any]) -> None:
         self.out.append(dict(tool_calls=[dict(index=len(self.calls) - 1) | part]))
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #7c5e1723
+# %% ../../nbs/6_jobs/48_tools.ipynb #1d63809a
 Steps = Generator[None, None, bool]  # yields where only more text can say what comes next
 
 
@@ -591,7 +591,7 @@ class _CallReader(_Deltas):
                 return True
             yield
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #bc4b162e
+# %% ../../nbs/6_jobs/48_tools.ipynb #d6bcf688
 class _WholeReader(_CallReader):
     "Also reads all calls at once, when the answer is whole."
 
@@ -606,9 +606,10 @@ class _WholeReader(_CallReader):
             found = parse_response(self.text, self.fmt.template, prefix="", tools=tools)
             calls = [c["function"] for c in found.pop("tool_calls")]
             pairs = [(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in calls]
+            unknown = {name for name, _ in pairs} - self.choice.schemas.keys()
         except (ValueError, KeyError, TypeError):
             return False  # what it can't read is content
-        if {name for name, _ in pairs} - self.choice.schemas.keys():
+        if unknown:
             return False
         self.text = "\n".join(v for k, v in found.items() if k != "role" and isinstance(v, str))
         self._say(len(self.text))
@@ -749,7 +750,8 @@ def format_of(tokenizer: Any, template: str | None = None) -> ToolFormat | None:
         if "tool_probe" not in prompt:
             continue
         for f in (replace(f, **way) for f in known):
-            told = "probed" not in answer and bool(f.trigger) and f.trigger in prompt
+            told = not f.template and bool(f.trigger) and f.trigger in prompt
+            told = told and "probed" not in answer
             if told or _reads(f, answer, 1):
                 f = replace(f, writes_calls=not told, **_tokens(tokenizer, f))
                 return replace(f, parallel=_reads(f, _written(tokenizer, template, f, 2)[1], 2))
