@@ -1033,7 +1033,7 @@ def test_settings_of_a_plain_line_are_used(keys, want):
         ),
         (dict(id=[1]), ["id must be"]),
         (dict(custom_id=0.5), ["custom_id must be"]),
-        (dict(response_format=dict(type="xml")), ["response_format must be"]),
+        (dict(response_format=dict(type="xml")), ["response_format", "json_schema"]),
         (dict(top_a=0.1), ["top_a"]),
         (dict(length_penalty=1.0), ["length_penalty"]),
         (dict(json_schema={}), ["structured_outputs"]),
