@@ -1,6 +1,6 @@
 "Beam search: the beams of transformers, whatever else runs, and nothing left behind when it breaks off."
 
-import functools, gc, math, random, threading
+import functools, gc, math, random
 
 import pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -10,15 +10,11 @@ from batchlab.tasks.beam import BeamSearchInstance, BeamSearchOutput, BeamSearch
 from batchlab.errors import EngineError, ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.models import TINY_ARCHS, tiny_model, tiny_tokenizer
 from batchlab.core.sampling import Logprob
-from helpers import need_same_bits
-from test_package import py
+from helpers import in_threads, need_same_bits, python
 
 ARCHS = (*TINY_ARCHS, "gemma2", "bloom")  # bloom runs padded
-ENDS = {
-    1: [2],
-    30: [2, *range(40, 69)],
-    0: None,
-}  # end tokens: one, many, so that most beams meet one, none
+# end tokens: one, many, so that most beams meet one, none
+ENDS = {1: [2], 30: [2, *range(40, 69)], 0: None}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,22 +33,18 @@ def llm(arch="llama", ends=1, how=()):
     return LLM(model(arch, ends), **dict(how))
 
 
+def beams(m, ids, width, n, **how):
+    "What transformers' `generate` gives for one prompt with so many beams."
+    x = torch.tensor([ids])
+    usual = dict(attention_mask=torch.ones_like(x), do_sample=False, pad_token_id=0)
+    number = dict(num_beams=width, num_return_sequences=width, max_new_tokens=n)
+    return m.generate(x, **usual, **number, **how)
+
+
 def hf(m, ids, width, n, penalty=1.0):
     "transformers' beams of one prompt and their scores, without what it pads them with; None for the scores of a greedy answer."
-    x = torch.tensor([ids])
-    out = m.generate(
-        x,
-        attention_mask=torch.ones_like(x),
-        num_beams=width,
-        num_return_sequences=width,
-        do_sample=False,
-        max_new_tokens=n,
-        length_penalty=penalty,
-        early_stopping=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        pad_token_id=0,
-    )
+    how = dict(length_penalty=penalty, early_stopping=False)
+    out = beams(m, ids, width, n, **how, return_dict_in_generate=True, output_scores=True)
     ends, seqs = m.generation_config.eos_token_id or [], out.sequences[:, len(ids) :].tolist()
     end = lambda s: next((i + 1 for i, t in enumerate(s) if t in ends), len(s))
     return [s[: end(s)] for s in seqs], out.sequences_scores.tolist() if width > 1 else None
@@ -60,35 +52,20 @@ def hf(m, ids, width, n, penalty=1.0):
 
 def narrowest(m, ids, width, n, penalty):
     "The smallest difference by which a search of `m` chose between two beams or two answers."
-    search, gap = (
-        BeamSearchInstance(ids, width, n, m.generation_config.eos_token_id or (), penalty),
-        math.inf,
-    )
+    ends, gap = m.generation_config.eos_token_id or (), math.inf
+    search = BeamSearchInstance(ids, width, n, ends, penalty)
     while search.running:
         with torch.no_grad():
             logits = m(torch.tensor([b.tokens for b in search.running])).logits[:, -1]
-        tops = [
-            {t: Logprob(l) for t, l in enumerate(row)}
-            for row in logits.float().log_softmax(-1).tolist()
-        ]
-        totals = [
-            c[0]
-            for c in rank([b.cum_logprob for b in search.running], tops)[: 2 * search.num_logprobs]
-        ]
+        scores = logits.float().log_softmax(-1).tolist()
+        tops = [{t: Logprob(l) for t, l in enumerate(row)} for row in scores]
+        ranked = rank([b.cum_logprob for b in search.running], tops)
+        totals = [total for total, *_ in ranked[: 2 * search.num_logprobs]]
         search.advance(tops)
-        scores = [s.score for s in search.finished] + [
-            search.score(b.cum_logprob) for b in search.running[:1]
-        ]
-        gap = min(
-            [
-                gap,
-                *(
-                    a - b
-                    for xs in (totals, sorted(scores, reverse=True))
-                    for a, b in zip(xs, xs[1:])
-                ),
-            ]
-        )
+        ended = [s.score for s in search.finished]
+        ended += [search.score(b.cum_logprob) for b in search.running[:1]]
+        for xs in (totals, sorted(ended, reverse=True)):
+            gap = min([gap, *(a - b for a, b in zip(xs, xs[1:]))])
     return gap
 
 
@@ -98,26 +75,26 @@ def check(m, ids, out, width, n, penalty=1.0):
     seqs, scores = hf(m, ids, width, n, penalty)
     if [s.output_ids for s in out.sequences] != seqs:
         assert narrowest(m, ids, width, n, penalty) < 1e-4, (out.sequences, seqs)
-    else:
-        assert not scores or torch.allclose(
-            torch.tensor(scores),
-            torch.tensor([s.score for s in out.sequences]),
-            atol=1e-4,
-            rtol=1e-4,
-        )
+    elif scores:
+        assert [s.score for s in out.sequences] == pytest.approx(scores, abs=1e-4, rel=1e-4)
     ends = m.generation_config.eos_token_id or []
     for s in out.sequences:
         assert s.tokens == ids + s.output_ids and len(s.logprobs) == len(s.output_ids) <= n
         own = [d[t].logprob for d, t in zip(s.logprobs, s.output_ids)]
-        assert (
-            abs(sum(own) - s.cum_logprob) < 1e-6
-            and abs(s.score - s.cum_logprob / len(own) ** penalty) < 1e-9
-        )
-        assert (s.finish_reason, s.stop_reason) == (
-            ("stop", s.tokens[-1]) if s.tokens[-1] in ends else ("length", None)
-        )
+        assert abs(sum(own) - s.cum_logprob) < 1e-6
+        assert abs(s.score - s.cum_logprob / len(own) ** penalty) < 1e-9
+        ended = ("stop", s.tokens[-1]) if s.tokens[-1] in ends else ("length", None)
+        assert (s.finish_reason, s.stop_reason) == ended
 
 
+HOW = [
+    dict(compile=False),
+    dict(max_num_seqs=3),
+    dict(enable_prefix_caching=False),
+    dict(max_num_batched_tokens=70, max_num_seqs=8),
+    dict(kv_cache_bytes=2**20),
+    *(dict(strategy=name) for name in ("static", "loop", "prefix")),
+]
 CASE = st.fixed_dictionaries(
     dict(
         arch=st.sampled_from(ARCHS),
@@ -129,19 +106,7 @@ CASE = st.fixed_dictionaries(
         penalty=st.sampled_from([1.0, 0.0, 2.0, 0.5, -1.0]),
         shared=st.sampled_from([0, 0, 20, 70]),
         limit=st.sampled_from([None, 1, 2]),
-        how=st.sampled_from(
-            [
-                (),
-                (("compile", False),),
-                (("max_num_seqs", 3),),
-                (("enable_prefix_caching", False),),
-                (("max_num_batched_tokens", 70), ("max_num_seqs", 8)),
-                (("kv_cache_bytes", 2**20),),
-                (("strategy", "static"),),
-                (("strategy", "loop"),),
-                (("strategy", "prefix"),),
-            ]
-        ),
+        how=st.sampled_from([(), *(tuple(how.items()) for how in HOW)]),
     )
 )
 
@@ -154,118 +119,76 @@ def test_beams_are_those_of_transformers(case):
     head = draw(case["shared"])
     prompts = [head + draw(rng.choice((1, 1, 3, 9, 20, 64))) for _ in range(case["num"])]
     params = BeamSearchParams(case["width"], case["n"], length_penalty=case["penalty"])
-    outs = llm(case["arch"], case["ends"], case["how"]).beam_search(
-        prompts, params, concurrency_limit=case["limit"]
-    )
+    own = llm(case["arch"], case["ends"], case["how"])
+    outs = own.beam_search(prompts, params, concurrency_limit=case["limit"])
     for ids, out in zip(prompts, outs, strict=True):
         check(m, ids, out, case["width"], case["n"], case["penalty"])
-    assert not llm(case["arch"], case["ends"], case["how"]).has_unfinished
+    assert not own.has_unfinished
 
 
 @pytest.mark.parametrize("ends", ENDS)
 def test_one_beam_is_greedy(ends):
     prompts = [[9, 8, 7], [20], [5] * 40]
     outs = llm(ends=ends).beam_search(prompts, BeamSearchParams(1, 20))
-    greedy = llm(ends=ends).generate(
-        prompts, SamplingParams(temperature=0, max_tokens=20, logprobs=0)
-    )
-    for out, want in zip(outs, greedy):
-        [s] = out.sequences
-        assert (
-            s.output_ids == want.outputs[0].token_ids
-            and s.finish_reason == want.outputs[0].finish_reason
-        )
-        assert abs(s.cum_logprob - want.outputs[0].cumulative_logprob) < 1e-4
+    greedy = SamplingParams(temperature=0, max_tokens=20, logprobs=0)
+    for out, want in zip(outs, llm(ends=ends).generate(prompts, greedy)):
+        [s], c = out.sequences, want.outputs[0]
+        assert (s.output_ids, s.finish_reason) == (c.token_ids, c.finish_reason)
+        assert abs(s.cum_logprob - c.cumulative_logprob) < 1e-4
 
 
 def test_end_tokens_can_be_ignored():
-    (out,) = llm(ends=30).beam_search([9, 8, 7], BeamSearchParams(4, 12, ignore_eos=True))
-    m = model("llama", 30)
-    x = torch.tensor([[9, 8, 7]])
-    want = m.generate(
-        x,
-        attention_mask=torch.ones_like(x),
-        num_beams=4,
-        num_return_sequences=4,
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=999,
-        pad_token_id=0,
-    )
-    assert [s.tokens for s in out.sequences] == want.tolist() and {
-        s.finish_reason for s in out.sequences
-    } == {"length"}
-    assert any(
-        s.finish_reason == "stop"
-        for s in llm(ends=30).beam_search([9, 8, 7], BeamSearchParams(4, 12))[0].sequences
-    )
+    ids, own = [9, 8, 7], llm(ends=30)
+    [out] = own.beam_search(ids, BeamSearchParams(4, 12, ignore_eos=True))
+    want = beams(own.model, ids, 4, 12, eos_token_id=999)
+    assert [s.tokens for s in out.sequences] == want.tolist()
+    assert {s.finish_reason for s in out.sequences} == {"length"}
+    [out] = own.beam_search(ids, BeamSearchParams(4, 12))
+    assert "stop" in {s.finish_reason for s in out.sequences}
 
 
 def test_what_an_llm_reports_by_default_changes_no_beam():
-    (out,) = LLM(model("llama"), logprobs_mode="raw_logits").beam_search(
-        [9, 8, 7], BeamSearchParams(4, 6)
-    )
-    check(model("llama"), [9, 8, 7], out, 4, 6)
+    own = LLM(model("llama"), logprobs_mode="raw_logits")
+    check(own.model, [9, 8, 7], own.beam_search([9, 8, 7], BeamSearchParams(4, 6))[0], 4, 6)
 
 
 @pytest.mark.parametrize("path", ["bf16", "int8", "torch bf16"])
 def test_beams_are_the_same_in_any_company(path):
-    m = tiny_model("llama", seed=4)
-    if "bf16" in path:
-        m = m.to(torch.bfloat16)
+    m = tiny_model("llama", seed=4).to(torch.bfloat16 if "bf16" in path else torch.float32)
+    how = {"bf16": {}, "int8": dict(quantization="int8"), "torch bf16": dict(compile=False)}[path]
     try:
-        big = LLM(
-            m,
-            quantization="int8" if path == "int8" else None,
-            compile="auto" if path != "torch bf16" else False,
-        )
+        big = LLM(m, **how)
     except UnsupportedModelError:
         pytest.skip("this machine runs no int8")
-    if path != "torch bf16":
-        need_same_bits(big.backend)
     rng = random.Random(path)
-    head = [rng.randrange(3, 259) for _ in range(70)]
-    prompts = [
-        head[: rng.choice((0, 20, 70))]
-        + [rng.randrange(3, 259) for _ in range(rng.choice((1, 3, 9, 30)))]
-        for _ in range(6)
-    ]
+    draw = lambda n: [rng.randrange(3, 259) for _ in range(n)]
+    head = draw(70)
+    prompts = [head[: rng.choice((0, 20, 70))] + draw(rng.choice((1, 3, 9, 30))) for _ in range(6)]
     p = BeamSearchParams(4, 12, length_penalty=0.5)
-    said = lambda outs: [[(s.output_ids, s.cum_logprob) for s in o.sequences] for o in outs]
     if path == "torch bf16":
-        return (
-            None
-            if all(len(o.sequences) == 4 for o in big.beam_search(prompts, p))
-            else pytest.fail("beams are missing")
-        )
+        assert all(len(o.sequences) == 4 for o in big.beam_search(prompts, p))
+        return
+    need_same_bits(big.backend)
+    said = lambda outs: [[(s.output_ids, s.cum_logprob) for s in o.sequences] for o in outs]
     together = said(big.beam_search(prompts, p))
     alone = [said(big.beam_search([ids], p, concurrency_limit=1))[0] for ids in prompts]
     big.reset_prefix_cache()
     with big:  # and while others are served
-        others = [
-            big.add_request(ids, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
-            for ids in prompts
-        ]
+        other = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+        assert all(big.add_request(ids, other) for ids in prompts)
         busy = said(big.beam_search(prompts[::-1], p))[::-1]
-    assert together == alone == busy and others
+    assert together == alone == busy
 
 
 def test_a_fork_costs_one_position():
     "Every step takes one position a beam; all else comes from the cache, and steps are as many as tokens."
     own = LLM(model("llama", 0), max_num_seqs=16)
     prompts, k, n = [[*range(3, 33)], [*range(40, 140)]], 4, 10
-    before = own.stats()
     own.beam_search(prompts, BeamSearchParams(k, n))
-    after = own.stats()
-    computed = (
-        after.prompt_tokens - after.cached_tokens - before.prompt_tokens + before.cached_tokens
-    )
-    assert (
-        computed == sum(map(len, prompts)) + len(prompts) * k * (n - 1)
-        and after.steps - before.steps == n
-        and not after.recomputed
-    )
-    assert after.blocks_in_use == 0
+    s = own.stats()
+    computed = sum(map(len, prompts)) + len(prompts) * k * (n - 1)
+    assert s.prompt_tokens - s.cached_tokens == computed
+    assert (s.steps, s.recomputed, s.blocks_in_use) == (n, 0, 0)
 
 
 # --- limits and forms of prompts
@@ -276,20 +199,16 @@ def test_at_the_limit_of_the_context():
     for left, n in ((1, 5), (3, 5), (3, None), (1, None)):
         ids = [*range(3, 3 + 64 - left)]
         check(own.model, ids, own.beam_search(ids, BeamSearchParams(3, n))[0], 3, left)
-    outs = own.beam_search([[*range(3, 67)], [5, 6]], BeamSearchParams(3, 4))
-    assert (
-        outs[0].sequences == []
-        and "shorten it to 63 tokens" in outs[0].error
-        and outs[1].error is None
-    )
+    long, short = own.beam_search([[*range(3, 67)], [5, 6]], BeamSearchParams(3, 4))
+    assert long.sequences == [] and "shorten it to 63 tokens" in long.error
+    assert short.error is None
 
 
 def test_more_beams_than_slots_tokens_and_ids():
     m = model("llama", 0)
     check(m, [5, 6], LLM(m, max_num_seqs=2).beam_search([5, 6], BeamSearchParams(7, 4))[0], 7, 4)
-    (out,) = llm(ends=0).beam_search(
-        [5, 6], BeamSearchParams(300, 1)
-    )  # there are 259 answers of one token
+    # there are 259 answers of one token
+    [out] = llm(ends=0).beam_search([5, 6], BeamSearchParams(300, 1))
     assert len(out.sequences) == 259 and len({s.tokens[-1] for s in out.sequences}) == 259
     assert abs(sum(math.exp(s.cum_logprob) for s in out.sequences) - 1) < 1e-4
 
@@ -303,24 +222,14 @@ def test_prompts_in_every_form():
     own, p, ids = talker(), BeamSearchParams(2, 5), tiny_tokenizer()("The sea")["input_ids"]
     want = [s.tokens for s in own.beam_search([ids], p)[0].sequences]
     talk = [dict(role="user", content="hi")]
-    for one in (
-        "The sea",
-        ids,
-        tuple(ids),
-        torch.tensor(ids),
-        dict(prompt="The sea"),
-        dict(prompt_token_ids=ids),
-        ["The sea"],
-        [ids],
-    ):
+    forms = dict(prompt="The sea"), dict(prompt_token_ids=ids), ["The sea"], [ids]
+    for one in ("The sea", ids, tuple(ids), torch.tensor(ids), *forms):
         (out,) = own.beam_search(one, p)
         assert [s.tokens for s in out.sequences] == want and type(out) is BeamSearchOutput
     assert own.beam_search([], p) == []
-    (chat,) = own.beam_search({"messages": talk}, p)
-    assert (
-        chat.sequences[0].orig_prompt["prompt"]
-        == own.generate([{"messages": talk}], SamplingParams(max_tokens=1))[0].prompt
-    )
+    [chat] = own.beam_search({"messages": talk}, p)
+    [same] = own.generate([{"messages": talk}], SamplingParams(max_tokens=1))
+    assert chat.sequences[0].orig_prompt["prompt"] == same.prompt
     settings = dict(beam_width=2, max_tokens=5)
     assert own.beam_search("The sea", settings)[0].sequences[0].tokens == want[0]
     [named] = own.beam_search(prompts="The sea", params=p, lora_request=None)
@@ -339,9 +248,8 @@ def test_text_is_that_of_prompt_and_answer():
     for a, b in zip(own.beam_search(prompts, BeamSearchParams(4, 8)), with_end):
         for s, t in zip(a.sequences, b.sequences):
             assert s.tokens == t.tokens and t.text == own.tokenizer.decode(t.tokens)
-            assert s.text == own.tokenizer.decode(
-                s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
-            )
+            own_tokens = s.tokens[:-1] if s.finish_reason == "stop" else s.tokens
+            assert s.text == own.tokenizer.decode(own_tokens)
             kept, cut = kept + (s.text == t.text), cut + (s.text != t.text)
     assert kept and cut
     [out] = llm().beam_search([[5, 6]], BeamSearchParams(2, 3))
@@ -399,15 +307,9 @@ def test_arguments_are_used_or_refused():
     for call, words in cases:
         with pytest.raises(ParamError, match=words):
             call()
-    for more in (
-        dict(beam_width=3),
-        dict(params=p),
-        dict(foo=1),
-        dict(max_num_seqs=1),
-        dict(stop="."),
-    ):
-        with pytest.raises(TypeError, match=next(iter(more))):
-            b([5], p, **more)
+    for key in ("beam_width", "params", "foo", "max_num_seqs", "stop"):
+        with pytest.raises(TypeError, match=key):
+            b([5], p, **{key: p})
     for prompts in (None, 7, [None], [[dict(role="user", content="hi")]]):
         with pytest.raises(PromptError):
             b(prompts, p)
@@ -424,11 +326,8 @@ def test_arguments_are_used_or_refused():
 
 
 def still_works(own):
-    assert (
-        not own.has_unfinished
-        and own.stats().blocks_in_use == 0
-        and own.stats().running == own.stats().waiting == 0
-    )
+    s = own.stats()
+    assert not own.has_unfinished and s.blocks_in_use == s.running == s.waiting == 0
     check(own.model, [9, 8, 7], own.beam_search([9, 8, 7], BeamSearchParams(3, 5))[0], 3, 5)
 
 
@@ -480,19 +379,13 @@ def test_memory_that_is_too_small_is_an_error():
 
 
 def test_in_the_background_from_several_threads():
-    own, prompts, found = LLM(model("llama")), [[5, 6], [7] * 30, [9, 8, 7], [11]], {}
-
-    def work(i):
-        found[i] = own.beam_search([prompts[i], prompts[i - 1]], BeamSearchParams(3, 6))
-
+    own, prompts = LLM(model("llama")), [[5, 6], [7] * 30, [9, 8, 7], [11]]
+    pairs = [*zip(prompts, prompts[-1:] + prompts)]
+    job = lambda pair: lambda: own.beam_search(list(pair), BeamSearchParams(3, 6))
     with own:
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-    for i in range(4):
-        for ids, out in zip((prompts[i], prompts[i - 1]), found[i]):
+        found = in_threads(*map(job, pairs))
+    for pair, outs in zip(pairs, found):
+        for ids, out in zip(pair, outs, strict=True):
             check(own.model, ids, out, 3, 6)
     assert not own.has_unfinished
 
@@ -526,48 +419,29 @@ def test_nothing_is_held_afterwards():
 def test_results_print_and_make_tables():
     pd = pytest.importorskip("pandas")
     outs = talker().beam_search(["The sea", "x" * 999, "A"], BeamSearchParams(3, 4))
-    assert (
-        "shorten it" in repr(outs)
-        and repr(outs).startswith("3 results")
-        and "1 failed" in repr(outs)
-    )
+    said = repr(outs)
+    assert said.startswith("3 results") and "1 failed" in said and "shorten it" in said
     assert "shorten it" in outs._repr_html_() and "BeamSearchSequence" in repr(outs[0].sequences[0])
     frame = outs.to_pandas()
-    assert (
-        isinstance(frame, pd.DataFrame)
-        and [*frame.index] == [0, 0, 0, 1, 2, 2, 2]
-        and [*frame["rank"][:3]] == [0, 1, 2]
-    )
+    assert isinstance(frame, pd.DataFrame) and [*frame.index] == [0, 0, 0, 1, 2, 2, 2]
+    assert [*frame["rank"][:3]] == [0, 1, 2]
     scores = frame["score"][[0, 2]].groupby(level=0)
-    assert scores.apply(lambda s: s.is_monotonic_decreasing).all() and outs[0].num_tokens == sum(
-        len(s.output_ids) for s in outs[0].sequences
-    )
+    assert scores.apply(lambda s: s.is_monotonic_decreasing).all()
+    assert outs[0].num_tokens == sum(len(s.output_ids) for s in outs[0].sequences)
 
 
 def test_names_are_those_of_vllm(tmp_path):
-    fields = {*BeamSearchSequence.__dataclass_fields__}
-    assert {
-        "orig_prompt",
-        "tokens",
-        "logprobs",
-        "cum_logprob",
-        "text",
-        "finish_reason",
-        "stop_reason",
-    } <= fields and "sequences" in BeamSearchOutput.__dataclass_fields__
-    out = py(
-        """
+    fields = "orig_prompt tokens logprobs cum_logprob text finish_reason stop_reason".split()
+    assert {*fields} <= {*BeamSearchSequence.__dataclass_fields__}
+    assert "sequences" in BeamSearchOutput.__dataclass_fields__
+    code = """
 import sys
 from batchlab import BeamSearchParams
 from batchlab.tasks.beam_params import BeamSearchParams as same
 BeamSearchParams(beam_width=4, max_tokens=8, temperature=0.0)
-light = not {'torch', 'transformers'} & {*sys.modules}
-from batchlab.tasks.beam_params import BeamSearchParams as vllms
-print(light, same is BeamSearchParams is vllms)
-""",
-        tmp_path,
-    )
-    assert out == "True True"
+print(not {'torch', 'transformers'} & {*sys.modules}, same is BeamSearchParams)
+"""
+    assert python(code, cwd=tmp_path).stdout.strip() == "True True"
 
 
 # --- the search alone
@@ -602,7 +476,6 @@ def test_a_width_without_limit_finds_the_likeliest_answer(seed, ids, n, penalty)
     while search.running:
         search.advance([top(tuple(b.output_ids)) for b in search.running])
     want = sorted(answers((), 0.0), key=lambda a: -a[1])
-    assert len(search.finished) == len(want) and all(
-        abs(s.score - a[1]) < 1e-9 for s, a in zip(search.finished, want)
-    )
+    scores = [s.score for s in search.finished]
+    assert scores == pytest.approx([score for _, score in want], rel=0, abs=1e-9)
     assert search.finished[0].output_ids == want[0][0]
