@@ -169,6 +169,13 @@ def lines_of(
             line.options = vars(SamplingParams.of(given | line.options))
         except ParamError as e:
             line.failure = line.failure or ("invalid_request", str(e))
+    if bad := [f"{line.where}: {line.failure[1]}" for line in lines if line.failure]:
+        log.warning(
+            "%d of %d rows can not run, the first is %s: the column error says which",
+            len(bad),
+            len(lines),
+            bad[0],
+        )
     return lines
 
 
@@ -268,13 +275,6 @@ def map_frame(
         log.warning("%s", settings_remark(columns.alike))
     rows = table.cells(columns.needed) if columns.needed else [{}] * len(table.frame)
     lines = lines_of(rows, columns, given, chat, lora_request)
-    if bad := [f"{line.where}: {line.failure[1]}" for line in lines if line.failure]:
-        log.warning(
-            "%d of %d rows can not run, the first is %s: the column error says which",
-            len(bad),
-            len(lines),
-            bad[0],
-        )
     done, model = outputs_of(llm, lines, use_tqdm), name_of(llm.model)
     records: list[Any] = [
         failure_of(line, *line.failure)
