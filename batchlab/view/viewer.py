@@ -171,7 +171,7 @@ function showSlots(s) {
     put(e, max ? `${number(out)}/${number(max)}` : number(out));
   });
   const more = s.slots.length - rows.length;
-  put($('more'), rows.length ? (more ? `and ${number(more)} more` : '') : 'Nothing runs.');
+  put($('more'), rows.length ? (more ? `and ${number(more)} more` : '') : 'Nothing runs. Ask something in the playground, or send a request.');
   $('slot-table').hidden = !rows.length;
 }
 """

@@ -374,8 +374,9 @@ class LiveView(LiveWidgets):
         self.painter.start()
 
     def _paint_on(self) -> None:
-        while self.llm.thread and not (self.watch.done or self.closed):
-            self.paint()
+        while self.llm.thread and not self.watch.done:  # also after `end` has cancelled them
+            if not self.closed:
+                self.paint()
             time.sleep(1 / self.hz)
         self.watch.trace.stop()
         if self.llm.thread in LiveView.threads and not self.llm.has_unfinished:
