@@ -425,7 +425,7 @@ def read_from(texts: Sequence[str], name: str | None, what: str) -> str:
         raise JobError(what)
     return name
 
-
+# %% ../../nbs/7_serve/43_cli.ipynb #gen00003
 def generate(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab generate`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.cli.prompts import PromptFile, PromptJob, as_text, form_of
