@@ -98,26 +98,25 @@ def input_file(
     name: str, stdin: IO[bytes] | None = None, text: bool = False, form: str | None = None
 ) -> Iterator[str]:
     """Give `name`; if that is `-`, or a pipe, the name of a temporary file with all that it
-    says, and if it is '' that of an empty one, while the context lasts.
+    says, while the context lasts.
 
     `text`: what does not begin as JSON has one text a line. `form`: as `Job` has it. Raises
     `JobError` if there is nothing."""
     import shutil
 
-    if name not in ("", "-") and (
-        not os.path.exists(name) or Path(name).is_file() or Path(name).is_dir()
-    ):
+    path = Path(name)
+    if name != "-" and (path.is_file() or path.is_dir() or not path.exists()):
         yield name
         return
     with tempfile.TemporaryDirectory(prefix="batchlab-") as folder:
-        path = Path(folder) / ("standard-input" if name == "-" else Path(name).name or "none.jsonl")
+        path = Path(folder) / ("standard-input" if name == "-" else path.name)
         with path.open("wb") as f:
             if name == "-":
                 shutil.copyfileobj(stdin or sys.stdin.buffer, f)
-            elif name:
+            else:
                 with open(name, "rb") as pipe:
                     shutil.copyfileobj(pipe, f)
-        if name and not path.stat().st_size:
+        if not path.stat().st_size:
             shown = "standard input" if name == "-" else name
             raise JobError(f"{shown} is empty: no request came through it")
         yield str(path.rename(f"{path}{kind_in(path, text, form)}"))
@@ -426,7 +425,7 @@ def read_from(texts: Sequence[str], name: str | None, what: str) -> str:
         raise JobError(what)
     return name
 
-
+# %% ../../nbs/7_serve/43_cli.ipynb #gen00003
 def generate(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab generate`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.cli.prompts import PromptFile, PromptJob, as_text, form_of
@@ -442,7 +441,7 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
     with (
         contextlib.ExitStack() as stack,
         Signals() as signals,
-        input_file(name, text=True) as path,
+        input_file(name or "-", None if name else io.BytesIO(b"\n"), text=True) as path,
         traced(args.trace) as watch,
     ):
         job = job_of(
@@ -492,24 +491,6 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
     return int(r.failed > 0)
 
 # %% ../../nbs/7_serve/43_cli.ipynb #c46b9344
-@contextlib.contextmanager
-def texts_file(texts: Sequence[str], name: str | None) -> Iterator[str]:
-    """Give file `name`, or that of a temporary file with `texts`, while the context lasts.
-    Raises `JobError`."""
-    if texts and name is not None:
-        raise JobError("texts and --input: give one of them")
-    want = 'no texts: give some, such as batchlab embed "The sky is blue", or --input'
-    if found := read_from(texts, name, want):
-        yield found
-    else:
-        with tempfile.TemporaryDirectory(prefix="batchlab-") as folder:
-            path = Path(folder) / "texts.jsonl"
-            path.write_text(
-                "".join(f"{json.dumps(dict(prompt=t))}\n" for t in texts), encoding="utf-8"
-            )
-            yield str(path)
-
-
 def vectors_asked(args: Namespace) -> PoolingRequest:
     """What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for
     embeddings. Raises `ParamError`."""
@@ -537,7 +518,13 @@ def embed(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab embed`. Returns the exit status. Raises `BatchlabError`."
     args.embed = vectors_asked(args)
     args.output, args.ordered = args.output or "-", True  # a vector is found by its place
-    with texts_file(args.texts, args.input) as args.input:
+    if args.texts and args.input is not None:
+        raise JobError("texts and --input: give one of them")
+    want = 'no texts: give some, such as batchlab embed "The sky is blue", or --input'
+    name = read_from(args.texts, args.input, want)
+    lines = "".join(f"{json.dumps(dict(prompt=text))}\n" for text in args.texts)
+    given = contextlib.nullcontext(name) if name else input_file("-", io.BytesIO(lines.encode()))
+    with given as args.input:
         return run_job(args, llm)
 
 # %% ../../nbs/7_serve/43_cli.ipynb #srv43002

@@ -131,7 +131,7 @@ def form_of(path: str) -> str:
         start = f.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
     return "plain" if start[:1] in (b"", b"{") else "txt"
 
-
+# %% ../../nbs/7_serve/prompts.ipynb #prm00023
 @dataclass
 class PromptJob(Job):
     """`texts`, and then the requests of file `input`, `shown` in messages if there is one; the
