@@ -1,6 +1,6 @@
 "What the book measured, and its exercises: records that fit their code, claims that can fail, and answers that are missed when they are out."
 
-import json, sys
+import json, re, sys
 from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
@@ -149,30 +149,41 @@ def test_code_may_change_and_inputs_may_not(figure, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def attempts():
-    "Each chapter with its answers out, run: two at a time, on a thread each."
+def edition(tmp_path_factory):
+    "The book with its answers out, outside of the repository."
+    out = tmp_path_factory.mktemp("edition") / "exercises"
+    assert EXERCISES.main([str(out)]) == 0
+    return out
 
-    def attempt(path):
-        empty, answers = EXERCISES.emptied(BOOK["read"](path))
-        return answers, EXERCISES.attempt(empty, path.parent)
 
+@pytest.fixture(scope="module")
+def attempts(edition):
+    "Each chapter of the edition, run: two at a time, on a thread each."
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         for k, v in dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", BATCHLAB_WIDGETS="0").items():
             patch.setenv(k, v)
-        return dict(zip(CHAPTERS, pool.map(attempt, CHAPTERS)))
+        return dict(zip(CHAPTERS, pool.map(lambda p: EXERCISES.trial(p, edition), CHAPTERS)))
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
-def test_without_the_answers_each_check_fails_and_nothing_else(path, attempts):
+def test_each_check_fails_without_its_answer_then_passes_with_it_and_nothing_else_fails(
+    path, attempts
+):
     answers, found = attempts[path]
     assert answers and found == ([], [])
 
 
-def test_the_emptied_edition(tmp_path):
-    assert EXERCISES.main([str(tmp_path / "out")]) == 0
-    made = [*(tmp_path / "out").glob("*.ipynb")]
-    assert {p.name for p in made} == {p.name for p in CHAPTERS}
+def test_the_emptied_edition(edition):
+    made = [edition / p.relative_to(ROOT) for p in BOOK["spine"]()]
     assert not any("BEGIN SOLUTION" in p.read_text(encoding="utf-8") for p in made)
+    with pytest.raises(SystemExit, match="answers"):
+        EXERCISES.main([str(edition)])  # which would be lost
+
+
+def test_the_editions_links_lead_to_its_files(edition):
+    for p in BOOK["spine"](edition / "nbs"):
+        links = re.findall(r"\]\(([^)#:]+\.ipynb)", "".join(BOOK["cells"](p, "markdown")))
+        assert all((p.parent / link).exists() for link in links), p.name
 
 
 def test_jupyter_folds_what_the_site_folds():
