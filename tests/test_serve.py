@@ -15,7 +15,7 @@ from batchlab.core.params import SamplingParams
 
 from helpers import until
 from test_server import client_of, serving
-from test_tools import CITY, TEMPLATES, XML_CITY, function, tools
+from test_tools import CITY, TEMPLATES, TOOLS, function
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TALK = [dict(role="user", content="How is the weather in Rome?")]
@@ -66,7 +66,7 @@ def joined(events):
 )
 def test_calls_whole_and_streamed(chat, choice):
     ends = []
-    ask = dict(tools=tools(), tool_choice=choice, temperature=1, max_tokens=400, n=2)
+    ask = dict(tools=TOOLS, tool_choice=choice, temperature=1, max_tokens=400, n=2)
     for seed in range(4):
         whole, parts = chat(**ask, seed=seed), joined(chat(**ask, seed=seed, stream=True))
         for c in whole.choices:
@@ -98,14 +98,14 @@ def test_a_conversation_with_a_call_goes_on(chat):
     ]
     ask = dict(temperature=0, max_tokens=6)
     a = chat(messages=talk, **ask)
-    b = chat(messages=talk, tools=tools(), tool_choice="none", **ask)
+    b = chat(messages=talk, tools=TOOLS, tool_choice="none", **ask)
     assert a.usage.prompt_tokens == b.usage.prompt_tokens > chat(**ask).usage.prompt_tokens
     assert a.choices[0].message.content == b.choices[0].message.content
     assert a.choices[0].message.tool_calls is None
 
 
 def test_auto_without_a_call_is_the_plain_answer_held_to_the_grammar(chat):
-    ask = dict(tools=tools(), temperature=0, max_tokens=12)
+    ask = dict(tools=TOOLS, temperature=0, max_tokens=12)
     whole, parts = chat(**ask).choices[0], joined(chat(**ask, stream=True))[0]
     assert whole.message.content == parts["content"] and whole.finish_reason == parts["reason"]
 
@@ -114,11 +114,11 @@ def test_auto_without_a_call_is_the_plain_answer_held_to_the_grammar(chat):
     "more, param",
     [
         (dict(tools=[function("a b")]), "tools"),
-        (dict(tools=tools(), tool_choice="sometimes"), "tool_choice"),
+        (dict(tools=TOOLS, tool_choice="sometimes"), "tool_choice"),
         (dict(tool_choice="required"), "tool_choice"),
-        (dict(tools=tools(), response_format=dict(type="json_object")), "tools"),
+        (dict(tools=TOOLS, response_format=dict(type="json_object")), "tools"),
         (
-            dict(tools=tools(), tool_choice=dict(type="function", function=dict(name="nobody"))),
+            dict(tools=TOOLS, tool_choice=dict(type="function", function=dict(name="nobody"))),
             "tool_choice",
         ),
     ],
@@ -129,11 +129,9 @@ def test_wrong_tools(chat, more, param):
     assert e.value.param == param and e.value.body["type"] == "invalid_request_error"
 
 
-def test_a_template_that_knows_no_tools():
+def test_a_template_that_knows_no_TOOLS:
     with serving() as s, strict(s) as c, pytest.raises(openai.BadRequestError) as e:
-        c.chat.completions.create(
-            model="tiny", messages=TALK, tools=[function("weather", XML_CITY)]
-        )
+        c.chat.completions.create(model="tiny", messages=TALK, tools=[function("weather", CITY)])
     assert e.value.param == "tools"
 
 

@@ -1,6 +1,6 @@
 "Sphinx's settings. Nothing is fetched from the network, neither when the site is built nor when it is read."
 
-import re, sys, warnings
+import importlib, re, sys, warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +31,10 @@ add_module_names = False
 toc_object_entries_show_parents = "hide"
 
 viewcode_follow_imported_members = False
+
+# autodoc loads what it meets first twice, then as type checkers see it: models of pydantic can't be made so
+for name in ("pydantic", "fastapi", "prometheus_client"):
+    importlib.import_module(name)
 
 html_theme = "furo"
 html_title = "batchlab"

@@ -559,7 +559,7 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
     key, workers, store = api_key_of(args), None, None
     for name in ("ray", "fail_whole"):
         if getattr(args, name) and not args.data:
-            flag = args.spell(Option(name, True))
+            flag = args.spell(Option(name))
             raise JobError(f"{flag} is for batches: say with --data FOLDER where they are kept")
     from batchlab.models import DEFAULT_MODEL, resolve_device
     from batchlab.serve.app import AsyncLLM, Server, create_app, listen, url_of
