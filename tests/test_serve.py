@@ -129,7 +129,7 @@ def test_wrong_tools(chat, more, param):
     assert e.value.param == param and e.value.body["type"] == "invalid_request_error"
 
 
-def test_a_template_that_knows_no_TOOLS:
+def test_a_template_that_knows_no_tools():
     with serving() as s, strict(s) as c, pytest.raises(openai.BadRequestError) as e:
         c.chat.completions.create(model="tiny", messages=TALK, tools=[function("weather", CITY)])
     assert e.value.param == "tools"

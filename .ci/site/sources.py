@@ -80,8 +80,8 @@ def modules():
 
 
 def small():
-    "Notebooks without a number: each defines a module, or is the command."
-    return [p for p in book.reference() if definitions(p) or module_of(p) == "__main__"]
+    "Notebooks without a number: each makes a module."
+    return book.reference()
 
 
 @functools.cache
@@ -323,14 +323,8 @@ def link_chapters(text, own):
 
 
 def to_pages(text):
-    "Prose whose links to notebooks, in whatever folder, are links to their pages, or to the module's page where a notebook has none."
-    unpaged = {p.name: p for p in {*book.reference()} - {*small()}}
-
-    def link(m):
-        name, anchor = m[1], m[2] or ""
-        return f"](api/{module_of(unpaged[name])}.md)" if name in unpaged else f"]({name}{anchor})"
-
-    return re.sub(r"\]\((?:\.\./)?(?:\w+/)?(\w+\.ipynb)(#[^)]*)?\)", link, text)
+    "Prose whose links to notebooks, in whatever folder, are links to their pages."
+    return re.sub(r"\]\((?:\.\./)?(?:\w+/)?(\w+\.ipynb)(#[^)]*)?\)", r"](\1\2)", text)
 
 
 def admonition(text):
