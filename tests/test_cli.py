@@ -143,6 +143,12 @@ def test_jobs_in_order_with_bad_lines(cli, tmp_path):
     assert out[7]["text"] == out[7]["outputs"][0]["text"]
 
 
+def test_jsonl_on_standard_output(cli, tmp_path):
+    p = cli("a", "b", "--output", "-")
+    assert p.returncode == 0 and not (tmp_path / "-").exists()
+    assert [json.loads(line)["prompt"] for line in p.stdout.splitlines()] == ["a", "b"]
+
+
 def test_batch_equals_alone(cli, tmp_path):
     prompts = ["a", "some words", "a prompt of more words than the others have"]
     (tmp_path / "p.txt").write_text("\n".join(prompts))

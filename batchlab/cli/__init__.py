@@ -152,9 +152,9 @@ def kind_in(path: Path, text: bool, form: str | None) -> str:
 # %% ../../nbs/7_serve/43_cli.ipynb #4dd9d71d
 def open_output(args: Namespace) -> TextIO:
     """The output of `generate`, open for writing, nothing in it touched yet; standard output
-    without --output. Raises `JobError`."""
+    without --output, and for '-'. Raises `JobError`."""
     name, source = args.output, args.prompts_file
-    if name is None:
+    if name in (None, "-"):
         return sys.stdout
     if Path(name).is_file() and Path(name).stat().st_size:
         if source not in (None, "-") and os.path.samefile(name, source):
@@ -438,6 +438,7 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
     if args.system is not None and not (args.chat or name):
         raise no_talk("messages")
     check_trace_path(args)
+    output = None if args.output == "-" else args.output
     with (
         contextlib.ExitStack() as stack,
         Signals() as signals,
@@ -461,12 +462,12 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
         def load() -> LLM:
             nonlocal llm
             f = open_output(args)
-            if args.output:
+            if output:
                 stack.enter_context(f)
             llm = llm or load_llm(args)
             with contextlib.suppress(OSError):
-                f.truncate(0) if args.output else None  # pipes and devices have no size
-            job.file = PromptFile(f, args.output or "standard output")
+                f.truncate(0) if output else None  # pipes and devices have no size
+            job.file = PromptFile(f, output or "standard output")
             return watch(llm)
 
         try:
@@ -476,7 +477,7 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
             if job.outputs and llm:
                 note(llm.verify(job.outputs))
         except KeyboardInterrupt:
-            there = f", they are in {args.output}" if args.output and job.written else ""
+            there = f", they are in {output}" if output and job.written else ""
             return interrupted(
                 job, lambda r: f"{job.written} of {r.total} requests finished{there}"
             )

@@ -280,7 +280,8 @@ class GenerateFlags(Command, SaidFlags, TracedFlags):
     more_prompts: Texts | None = None  # the same
     # one prompt a line, JSONL with prompt or messages, or a table; - is standard input
     prompts_file: File | None = None
-    output: File | None = None  # write JSONL there instead of text to standard output
+    # write JSONL there instead of text to standard output; - is JSONL on standard output
+    output: File | None = None
     overwrite: bool = False  # replace the output file if it is there
     verify: bool = False  # then run some of the requests again, each alone, and compare
 
