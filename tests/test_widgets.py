@@ -12,12 +12,13 @@ from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
 from batchlab.view.scrubber import Scrubber
-from batchlab.view.widgets import LiveView, Panel, Playground, live
+from batchlab.view.widgets import LiveView, Panel, Playground, Watch, live
 
 from helpers import BOOK
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["The sea", "A hill is a place", "Rain", "Wind blows over", "Snow"]
+OTHERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 
 
@@ -28,6 +29,8 @@ def model():
 
 @pytest.fixture
 def llm(model):
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())  # of files that ran before in this process
     llm = LLM(model, tiny_tokenizer(), max_num_seqs=2, compile=False)
     yield llm
     for panels in list(Panel.made.values()):
@@ -38,7 +41,8 @@ def llm(model):
 
 
 def own_threads():
-    return [t for t in threading.enumerate() if t.name in ("batchlab-widget", "batchlab")]
+    names = ("batchlab-widget", "batchlab")
+    return [t for t in threading.enumerate() if t.name in names and t not in OTHERS]
 
 
 def until(condition, seconds=60):
@@ -158,6 +162,28 @@ def test_run_again_leaves_nothing(llm):
     assert until(lambda: gc.collect() >= 0 and gone() is None, 5), "a closed view is still held"
     views[-1].close()
     assert llm.stats().slots_in_use == 0 and Panel.made["one cell"] == []
+
+
+def test_a_cancel_that_comes_too_late_leaves_no_thread(llm, monkeypatch):
+    go, event, step = threading.Event(), Watch.event, llm.step
+
+    def cancel_the_rest(watch, e):
+        event(watch, e)
+        if e.finished:  # the other ends in the same step, and its cancel stays in the inbox
+            watch.cancel(*range(len(watch.requests)))
+
+    def step_later():
+        if llm.inbox and not llm.groups:
+            go.wait(60)
+        return step()
+
+    monkeypatch.setattr(Watch, "event", cancel_the_rest)
+    monkeypatch.setattr(llm, "step", step_later)
+    view = LiveView(llm, PROMPTS[:2], replace(LONG, max_tokens=4))
+    assert until(lambda: llm.stopping or not view.painter.is_alive())
+    assert [r.state for r in view.watch.requests] == ["length"] * 2 and llm.inbox
+    go.set()
+    assert view.wait(60) and until(lambda: not own_threads())
 
 
 def test_two_views_in_other_cells_live_together(llm):

@@ -379,7 +379,7 @@ class LiveView(LiveWidgets):
                 self.paint()
             time.sleep(1 / self.hz)
         self.watch.trace.stop()
-        if self.llm.thread in LiveView.threads and not self.llm.has_unfinished:
+        if self.llm.thread in LiveView.threads and not self.llm.groups:
             self.llm.stop()  # else the requests of somebody else go on
         if not self.closed:
             self.paint()
