@@ -394,7 +394,7 @@ def part_of(stem):
     number = int(stem[:2])
     if number < 20:
         return "0" if number == 0 else "I" if number < 7 else "II"
-    return ("III", "IV", "V", "VI", "VII", "VIII", "IX")[number // 10 - 2]
+    return ("III", "IV", "V", "VI", "VII", "VIII", "IX", "IX")[number // 10 - 2]
 
 
 def toctree(caption, rows):
