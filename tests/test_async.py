@@ -5,13 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from helpers import greedy, ids, oracle, same
-
 from batchlab.api.aio import AsyncLLM
 from batchlab.errors import EngineError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
+from helpers import greedy, ids, oracle, same
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
@@ -21,10 +20,6 @@ def llm():
     llm = AsyncLLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=4)
     yield llm
     llm.llm.close()
-
-
-def test_says_what_it_is(llm):
-    assert repr(llm) == f"Async{llm.llm!r}" and repr(llm).startswith("AsyncLLM(")
 
 
 def run(coroutine):
@@ -58,28 +53,6 @@ def nothing_left(llm):
     s = llm.stats()
     held = s.running, s.waiting, s.slots_in_use, llm.answers, llm.llm.groups
     return not any(held) and llm.llm.thread is not None
-
-
-def test_same_as_alone(llm):
-    prompts = [[5], [7, 8, 9] * 11, list(range(40, 140)), [3] * 64]
-    params = SamplingParams(temperature=0, max_tokens=12)
-
-    async def all_of():
-        return await asyncio.gather(*(last(llm.generate(p, params)) for p in prompts))
-
-    outs = run(all_of())
-    assert ids(outs) == oracle(llm.llm.model, prompts, 12, None)
-    assert [(o.finished, o.prompt_token_ids) for o in outs] == [(True, p) for p in prompts]
-
-
-def test_growing_outputs_have_the_prompt_and_the_sum(llm):
-    params = dict(temperature=0, max_tokens=4, logprobs=0)
-    outs = run(each(llm.generate("a b", params, lora_request=None)))
-    assert {o.prompt for o in outs} == {"a b"}
-    assert len({tuple(o.prompt_token_ids) for o in outs}) == 1
-    for c in (o.outputs[0] for o in outs):
-        total = sum(d[t].logprob for t, d in zip(c.token_ids, c.logprobs))
-        assert c.cumulative_logprob == pytest.approx(total)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -203,43 +176,35 @@ def test_abort_before_its_turn():
 
 def test_a_slow_reader_gets_all_in_few_outputs(llm):
     async def slow():
-        outputs = llm.generate([7, 8], greedy(60))
+        outputs = llm.generate([7, 8], greedy(60, logprobs=1))
         first = await anext(outputs)
         await idle(llm)
         return [first, *await each(outputs)]
 
     outs = run(slow())
-    assert len(outs) <= 3 and len(ids(outs)[-1]) == 60 and outs[-1].finished
+    parts = [o.outputs[0] for o in outs]
+    whole = parts[-1].logprobs
+    assert len(outs) <= 3 and len(ids(outs)[-1]) == len(whole) == 60 and outs[-1].finished
+    assert all(c.logprobs == whole[: len(c.token_ids)] for c in parts)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_log_probabilities_grow_with_the_answer(llm, n):
     params = SamplingParams(n=n, seed=4, max_tokens=20, logprobs=2, ignore_eos=True)
-
-    *outs, whole = run(each(llm.generate([7, 8], params)))
-    assert outs
+    *outs, whole = run(each(llm.generate("a b", params, lora_request=None)))
+    assert outs and {(o.prompt, *o.prompt_token_ids) for o in outs} == {
+        ("a b", *whole.prompt_token_ids)
+    }
     for a in (a for o in outs for a in o.outputs):
         final, k = whole.outputs[a.index], len(a.token_ids)
         assert (a.token_ids, a.logprobs) == (final.token_ids[:k], final.logprobs[:k])
         told = [l[t].logprob for l, t in zip(a.logprobs, final.token_ids)]
         assert len(told) == k and a.cumulative_logprob == sum(told)
-    alone = llm.llm.generate([7, 8], params, use_tqdm=False)[0]
+    alone = llm.llm.generate("a b", params, use_tqdm=False)[0]
     sums = [o.outputs[0].cumulative_logprob for o in (whole, alone)]
     assert same(*sums, llm.llm.backend)
     plain = run(each(llm.generate([7, 8], SamplingParams(max_tokens=4))))
     assert all(a.logprobs is a.cumulative_logprob is None for o in plain for a in o.outputs)
-
-
-def test_events_of_a_slow_reader_are_one_with_all_log_probabilities(llm):
-    async def slow():
-        outputs = llm.generate([7, 8], greedy(60, logprobs=1))
-        first = await anext(outputs)
-        await until(lambda: len(llm.answers[first.request_id].parts[0].token_ids) >= 30)
-        return [first, *await each(outputs)]
-
-    parts = [o.outputs[0] for o in run(slow())]
-    whole = parts[-1].logprobs
-    assert len(whole) == 60 and all(c.logprobs == whole[: len(c.token_ids)] for c in parts)
 
 
 def test_wrong_calls_raise_where_they_are_awaited(llm):
@@ -282,19 +247,6 @@ def test_weights_are_read_anew():
     assert [after] == oracle(model, [prompt], 6) and after != before
 
 
-def test_shutdown_ends_those_who_read(llm):
-    async def shut():
-        task = asyncio.create_task(last(llm.generate([7], LONG)))
-        await until(lambda: llm.llm.groups)
-        await llm.shutdown()
-        assert (await task).outputs[0].finish_reason == "cancelled"
-        assert llm.llm.thread is None
-        again = await last(llm.generate([7], greedy(2)))
-        assert again.outputs[0].finish_reason == "length"
-
-    run(shut())
-
-
 def test_a_loop_in_each_of_two_threads(llm):
     "One after the other is promised; this shows that the places of two loops do not get in each other's way."
     prompts = [[n] * n for n in range(5, 25)]
@@ -326,8 +278,11 @@ def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
         outs = await asyncio.gather(*tasks)
         assert {o.outputs[0].finish_reason for o in outs} == {"cancelled"}
         assert llm.llm.thread is None and not llm.llm.groups and not llm.answers
+        again = await last(llm.generate([7], greedy(2)))
+        assert again.outputs[0].finish_reason == "length"
 
     run(shut())
+    llm.llm.close()
 
 
 def test_answers_that_nobody_reads_leave_room_for_others():

@@ -14,16 +14,13 @@ from batchlab.core.attention import (
 )
 from batchlab.fast.trial import check_backend, kv_layout
 from batchlab.errors import Unavailable
-from batchlab.fast.kernels import load_kernels
 from batchlab.fast.layers import describe_norm
-from batchlab.fast.native import find_compiler
 from batchlab.core.batch import pack_rows
-from batchlab.errors import CompileError, EngineError
+from batchlab.errors import EngineError
 from batchlab.api import LLM
 from batchlab.models import tiny_model
-from batchlab.basics.prefill import generate_naive
-from batchlab.core.params import SamplingParams
 from batchlab.core.cache import KVCache
+from helpers import generated, greedy, ids, oracle
 
 DROP = {
     "stablelm": {},
@@ -80,15 +77,6 @@ def error_of(f):
     return caught[0] if caught else None
 
 
-@pytest.fixture
-def kernels():
-    try:
-        find_compiler()
-    except CompileError as e:
-        pytest.skip(str(e))
-    return load_kernels()
-
-
 @pytest.mark.parametrize("name", DROP)
 def test_packed_logits_are_the_models_own(name):
     model = tiny(name)
@@ -102,61 +90,32 @@ def test_packed_logits_are_the_models_own(name):
 def test_answers_are_transformers_own(name, compile, request):
     if compile:
         request.getfixturevalue("kernels")
-    model, params = (
-        tiny(name, seed=4),
-        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
-    )
-    want = [generate_naive(model, p, 10, ()) for p in PROMPTS]
-    for p, answer in zip(PROMPTS, want):
-        ids = torch.tensor([p])
-        theirs = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=10,
-            do_sample=False,
-            eos_token_id=999,
-            pad_token_id=0,
-        )
-        assert theirs[0, len(p) :].tolist() == answer
+    model = tiny(name, seed=4)
+    want = oracle(model, PROMPTS, 10)
+    assert [generated(model, p, 10) for p in PROMPTS] == want
     llm = LLM(model, max_num_seqs=3, max_num_batched_tokens=20, compile=compile)
     assert llm.backend.name == ("fused" if compile else "torch"), llm.backend.why
-    outs = llm.generate(PROMPTS, params, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in outs] == want and llm.verify(outs).ok
-    for p, answer in zip(PROMPTS, want):
-        assert llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids == answer
+    outs = llm.generate(PROMPTS, greedy(10), use_tqdm=False)
+    assert ids(outs) == want and llm.verify(outs).ok
 
 
 @pytest.mark.parametrize("name", ["stablelm, normed", "nemotron"])
 def test_answers_in_int8_are_the_same_alone_and_together(kernels, name):
-    llm, params = (
-        LLM(tiny(name), quantization="int8", max_num_seqs=3),
-        SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
-    )
+    llm = LLM(tiny(name), quantization="int8", max_num_seqs=3)
     assert llm.backend.name == "fused"
-    together = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)]
-    assert together == [
-        llm.generate([p], params, use_tqdm=False)[0].outputs[0].token_ids for p in PROMPTS
-    ]
+    answers = lambda prompts: ids(llm.generate(prompts, greedy(10), use_tqdm=False))
+    assert answers(PROMPTS) == [answers([p])[0] for p in PROMPTS]
 
 
 @pytest.mark.parametrize("name", ["llama", "stablelm"])
 def test_another_thread_that_calls_the_model_gets_an_error_and_the_step_goes_on(name):
-    model, errors = tiny(name), []
-    want = own(model)
-    close(run(model, lambda: errors.append(error_of(lambda: model(torch.tensor([[5, 6]]))))), want)
-    assert len(errors) == 2 and all(type(e) is EngineError and MEANWHILE in str(e) for e in errors)
-    errors.clear()  # and so if that thread is in a step of its own
-    other = tiny("nemotron")
-    close(
-        run(
-            model,
-            lambda: errors.append(
-                error_of(lambda: run(other, lambda: model(torch.tensor([[5, 6]]))))
-            ),
-        ),
-        want,
-    )
-    assert len(errors) == 2 and all(type(e) is EngineError and MEANWHILE in str(e) for e in errors)
+    model, other = tiny(name), tiny("nemotron")
+    want, call = own(model), lambda: model(torch.tensor([[5, 6]]))
+    for there in (call, lambda: run(other, call)):  # also in a step of its own
+        errors = []
+        close(run(model, lambda: errors.append(error_of(there))), want)
+        assert [type(e) for e in errors] == [EngineError] * 2
+        assert all(MEANWHILE in str(e) for e in errors)
     close(own(model), want)
 
 
@@ -243,19 +202,12 @@ def test_what_runs_by_code_of_its_own_is_refused_still():
 def test_norms_of_both_families():
     norm = tiny("nemotron").to(torch.bfloat16).model.norm
     about, (weight, bias) = describe_norm(norm, 64)
-    assert (
-        about.kind == 2
-        and torch.equal(weight, (norm.weight + 1).float())
-        and torch.equal(bias, norm.bias.float())
-    )
-    assert not torch.equal(weight, norm.weight.float() + 1)  # it does round
+    assert about.kind == 2 and torch.equal(bias, norm.bias.float())
+    assert torch.equal(weight, (norm.weight + 1).float())  # it rounds
     heads = tiny("stablelm, normed").model.layers[0].self_attn.q_layernorm
     about, (weight,) = describe_norm(heads, 64)
-    assert (
-        about.kind == 2
-        and about.bias is None
-        and torch.equal(weight, torch.cat([n.weight for n in heads.norms]))
-    )
+    assert about.kind == 2 and about.bias is None
+    assert torch.equal(weight, torch.cat([n.weight for n in heads.norms]))
     heads.norms[1] = torch.nn.RMSNorm(16, eps=1e-5).requires_grad_(False)
     with pytest.raises(Unavailable, match="no norm that the kernels know"):
         describe_norm(heads, 64)

@@ -27,17 +27,10 @@ from batchlab.jobs.job import Job
 from batchlab.jobs.pooling import PoolingRequest
 from batchlab.jobs.ray import BatchLLM
 from helpers import generated, greedy, ids, running, texts, until
+from test_encoders import encoder as encoder_of
 
-SMALL = dict(
-    vocab_size=259,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=48,
-    pad_token_id=0,
-    initializer_range=0.4,
-    max_position_embeddings=64,
-)
+
+SMALL = dict(hidden_size=32, max_position_embeddings=64)
 TEXTS = ["a cat", "two dogs and more", "x", "a longer text about nothing at all", "é"]
 EMBED = PoolingRequest("embed", [], params=PoolingParams("embed"))
 
@@ -46,9 +39,8 @@ EMBED = PoolingRequest("embed", [], params=PoolingParams("embed"))
 def folder(tmp_path_factory):
     "A tiny encoder as sentence-transformers saves it: mean, and length 1."
     path = tmp_path_factory.mktemp("encoder")
-    torch.manual_seed(0)
     with quiet():
-        AutoModel.from_config(AutoConfig.for_model("bert", **SMALL)).save_pretrained(path)
+        encoder_of("bert", **SMALL).save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
@@ -66,9 +58,7 @@ def encoder(folder):
 
 @functools.cache
 def classifier(labels=2):
-    torch.manual_seed(1)
-    config = AutoConfig.for_model("bert", num_labels=labels, **SMALL)
-    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model = encoder_of("bert", AutoModelForSequenceClassification, num_labels=labels, **SMALL)
     return LLM(model, tiny_tokenizer(), compile=False)
 
 
@@ -166,11 +156,7 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
     assert found.keys() == {d["custom_id"] for d in lines}
     bodies = {int(i): d["response"]["body"] for i, d in found.items()}
     data = lambda i, key="embedding": [d[key] for d in bodies[i]["data"]]
-    assert (bodies[0]["object"], bodies[0]["model"], data(0, "index")) == (
-        "list",
-        "tiny",
-        [*range(5)],
-    )
+    assert (bodies[0]["model"], data(0, "index")) == ("tiny", [*range(5)])
     assert bodies[0]["usage"] == dict(prompt_tokens=length(TEXTS), total_tokens=length(TEXTS))
     close(data(0), vectors(llm))
     close(unpacked(data(2)[0]), vectors(llm, ["x"], dimensions=4)[0])
@@ -291,24 +277,15 @@ def save(model, folder, architecture=None, **more):
 
 
 def test_weights_without_a_place_are_refused_by_name(tmp_path):
-    torch.manual_seed(0)
     autos = AutoModel, AutoModelForSequenceClassification
-    bert, labelled = (auto.from_config(AutoConfig.for_model("bert", **SMALL)) for auto in autos)
-    many = {f"a.{i}": torch.ones(2) for i in range(5)}
-    for name, model, architecture, more, why in (
-        (
-            "colbert",
-            bert,
-            "HF_ColBERT",
-            {"linear.weight": torch.ones(8, 32)},
-            "linear.weight, as a ColBERT",
-        ),
-        ("labels", labelled, "BertModel", {}, "classifier.bias, classifier.weight"),
-        ("more", labelled, None, many, "a.0, a.1, a.2, …,"),
+    bert, labelled = (encoder_of("bert", auto, **SMALL) for auto in autos)
+    beside = {"linear.weight": torch.ones(8, 32)}
+    for model, architecture, more, why in (
+        (bert, "HF_ColBERT", beside, "linear.weight, as a ColBERT"),
+        (labelled, "BertModel", {}, "classifier.bias, classifier.weight"),
     ):
-        with pytest.raises(UnsupportedModelError, match=why) as e:
-            LLM(save(model, tmp_path / name, architecture, **more))
-        assert "has no place for" in str(e.value) and "\n" not in str(e.value)
+        with pytest.raises(UnsupportedModelError, match=f"has no place for .*{why}"):
+            LLM(save(model, tmp_path / architecture, architecture, **more))
     pylate, kind = save(bert, tmp_path / "pylate"), "sentence_transformers.models"
     for step in (f"{kind}.Dense", "pylate.models.Dense.Dense"):
         steps = [dict(type=f"{kind}.Transformer", path=""), dict(type=step, path="1_Dense")]
@@ -404,20 +381,14 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
 
 
 def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
-    (tmp_path / "in.txt").write_text("\n".join([*TEXTS, "z" * 200]))
-    plan = ["plan", "-i", str(tmp_path / "in.txt")]
-    assert main([*plan, "--embed", "--no-calibration"], llm=encoder) == 1
-    said = capfd.readouterr().out
-    for words in (f"tokens: {length(TEXTS):,} in prompts", "weights", "the model takes 64"):
-        assert words in said
-    assert main(plan, llm=encoder) == 2
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1 and "--embed" in err
-    # of a model that writes as well
-    assert main([*plan, "--embed", "--no-calibration"], llm=writer()) == 0
-    (tmp_path / "in.csv").write_text("text,max_tokens\nabc,x\nabcdef,\n")
-    assert main(["plan", "-i", str(tmp_path / "in.csv"), "--embed"], llm=encoder) == 0
-    assert "speed" in capfd.readouterr().out
+    write(tmp_path / "in.txt", [*TEXTS, "z" * 200])
+    write(tmp_path / "in.csv", ["text,max_tokens", "abc,x", "abcdef,"])
+    plan = lambda name, *flags, llm=encoder: main(["plan", "-i", str(tmp_path / name), *flags], llm)
+    assert plan("in.txt", "--embed", "--no-calibration") == 1
+    assert f"{length(TEXTS):,} in prompts" in capfd.readouterr().out
+    assert plan("in.txt") == 2 and "--embed" in capfd.readouterr().err
+    assert plan("in.txt", "--embed", "--no-calibration", llm=writer()) == 0  # it writes as well
+    assert plan("in.csv", "--embed") == 0 and "speed" in capfd.readouterr().out
 
 
 # the server
@@ -526,12 +497,7 @@ def test_a_batch_of_vectors(tmp_path, encoder):
     from fastapi.testclient import TestClient
     from batchlab.serve.app import create_app
 
-    lines = [
-        ask(0, input=TEXTS),
-        ask(1, input="x", encoding_format="base64"),
-        ask(2, "/score", text_1="a", text_2="b"),
-        ask(3, input=None),
-    ]
+    lines = [ask(0, input=TEXTS), ask(1, "/score", text_1="a", text_2="b")]
     batches = BatchRunner(BatchStore(tmp_path / "data"), encoder, "tiny")
     app = create_app(encoder, "tiny", batches=batches)
     with TestClient(app, base_url="http://localhost") as web:
@@ -543,17 +509,11 @@ def test_a_batch_of_vectors(tmp_path, encoder):
         until(lambda: state()["status"] in ENDED)
         b = state()
         assert b["status"] == "completed"
-        assert b["request_counts"] == dict(total=4, completed=2, failed=2)
-
-        def bodies(file):
-            lines = web.get(f"/v1/files/{file}/content").text.splitlines()
-            return {d["custom_id"]: d["response"]["body"] for d in map(json.loads, lines)}
-
-        good, bad = bodies(b["output_file_id"]), bodies(b["error_file_id"])
-        close([d["embedding"] for d in good["0"]["data"]], vectors(encoder))
-        close([unpacked(good["1"]["data"][0]["embedding"])], vectors(encoder, ["x"]))
-        codes = {i: d["error"]["code"] for i, d in bad.items()}
-        assert codes == {"2": "invalid_url", "3": "invalid_request"}
+        assert b["request_counts"] == dict(total=2, completed=1, failed=1)
+        written = lambda key: web.get(f"/v1/files/{b[key]}/content").json()["response"]["body"]
+        good, bad = written("output_file_id"), written("error_file_id")
+        close([d["embedding"] for d in good["data"]], vectors(encoder))
+        assert bad["error"]["code"] == "invalid_url"
 
 
 # elsewhere
@@ -580,15 +540,13 @@ def test_embed_by_a_worker_on_ray(tmp_path, folder, encoder, capfd, monkeypatch)
     # the last is longer than the model takes
     rows = [*TEXTS, *(f"text {'and more ' * (i % 7)}{i}" for i in range(40)), "z" * 200]
     Path("in.txt").write_text("\n".join(rows))
-    files, model = ["embed", "-i", "in.txt", "-o"], ["--model", folder]
-    assert main([*files, "out.jsonl", *model, "--ray", "1", "--ray-cpus", "1"]) == 1
+    command = f"embed -i in.txt -o out.jsonl --model {folder} --ray 1 --ray-cpus 1"
+    assert main(command.split()) == 1
     assert "46 of 46 requests done, 1 failed" in capfd.readouterr().err
     *found, last = read("out.jsonl")
     assert [r["line"] for r in found] == [*range(1, 46)] and last["line"] == 46
     assert "the model takes" in last["error"]["message"] and last["embedding"] is None
     close([r["embedding"] for r in found], vectors(encoder, rows[:-1]))
-    assert main([*files, "more.jsonl", *model]) == 1
-    assert [r["embedding"] is None for r in read("more.jsonl")] == [False] * 45 + [True]
 
 
 def test_verify_compares_vectors(encoder):

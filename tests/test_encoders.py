@@ -43,7 +43,7 @@ def encoder(family, auto=AutoModel, **more):
     sizes = {k: v for k, v in sizes.items() if hasattr(usual, k)}
     sizes |= dict(vocab_size=300, max_position_embeddings=400)
     special = dict(pad_token_id=1, bos_token_id=2, eos_token_id=2, cls_token_id=2, sep_token_id=2)
-    config = AutoConfig.for_model(family, **sizes, **special, **own.get(family, {}) | more)
+    config = AutoConfig.for_model(family, **sizes | special | own.get(family, {}) | more)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)

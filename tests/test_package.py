@@ -65,7 +65,9 @@ def test_names_resolve_lazily(tmp_path):
 import sys, batchlab
 assert {{*batchlab.__all__}} == {PUBLIC!r}, batchlab.__all__
 assert {PUBLIC!r} <= {{*dir(batchlab)}} and 'torch' not in sys.modules
-from batchlab import BatchlabError
+from batchlab import BatchlabError, BeamSearchParams
+BeamSearchParams(2)
+assert not {{'torch', 'transformers'}} & {{*sys.modules}}
 from batchlab.models import BatchlabError as same
 assert BatchlabError is same and 'BatchlabError' in vars(batchlab) and 'LLM' not in vars(batchlab)
 from batchlab import *

@@ -1,6 +1,6 @@
 "Text in and out: what a token adds to a text and its bytes, words as tokens, and a tokenizer of the engine's own; for byte-level BPE, SentencePiece and WordPiece."
 
-import json, os, random, subprocess, sys, threading
+import json, os, random, sys, threading
 from dataclasses import replace
 from functools import cache
 
@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchlab import LLM, SamplingParams
-from batchlab.core.text import Detokenizer, IncrementalDecoder
+from batchlab.core.text import Detokenizer, IncrementalDecoder, StopScanner
 from batchlab.errors import ParamError
 from batchlab.llm.outputs import CompletionOutput
 from batchlab.core.sampling import Logprob
@@ -23,6 +23,7 @@ from batchlab.jobs.schema import (
     token_names,
     token_offsets,
 )
+from helpers import greedy, python
 
 WORDS = "▁", "▁the", "▁cat", "▁sat", "s", "a", "t", "e", "!", "cat", "é"
 
@@ -87,6 +88,12 @@ ALL = "byte", "llama", "gemma", "wordpiece"
 bytes_of = lambda t, text: [t.convert_tokens_to_ids(f"<0x{b:02X}>") for b in text.encode()]
 
 
+def one(llm, prompt, max_tokens=1, **more):
+    "The greedy answer to a prompt."
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+    return llm.generate([prompt], params)[0]
+
+
 def answered(llm, prompt, ids, **kw):
     "What an answer to the ids `prompt` comes to that takes just the tokens `ids`."
     params = SamplingParams(temperature=0, max_tokens=len(ids), ignore_eos=True, **kw)
@@ -123,32 +130,16 @@ def test_a_bad_word_is_the_tokens_that_spell_it(name, word):
 def test_a_line_break_is_forbidden_and_the_space_is_not(name):
     llm = engine(name)
     v = vocabulary_of(llm.tokenizer)
-    one = {v.bytes_of(i): i for i in range(3, 259)}
-
-    def can(ids, **kw):
-        return not llm.generate(
-            [[5, 6]], SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=ids, **kw)
-        )[0].error
-
-    for word, other in (("\n", b" "), ("\t", b" "), ("\n", b"x"), ("\nx", b"x"), ("\nx", b"\n")):
-        if len(word) == 1:
-            assert not can([one[word.encode()]], bad_words=[word])
-        assert can([one[other]], bad_words=[word]), (word, other)
-    seen = (
-        llm.generate(
-            [[5, 6, one[b"\n"]]],
-            SamplingParams(
-                temperature=0,
-                max_tokens=2,
-                allowed_token_ids=[one[b"\n"], one[b"x"]],
-                bad_words=["\nx"],
-                logit_bias={one[b"x"]: 1.0},
-            ),
-        )[0]
-        .outputs[0]
-        .token_ids
+    id_of = {v.bytes_of(i).decode("latin-1"): i for i in range(3, 259)}
+    can = lambda c, *words: (
+        not one(llm, [5, 6], allowed_token_ids=[id_of[c]], bad_words=words).error
     )
-    assert (one[b"\n"], one[b"x"]) != tuple(seen)
+    for word, other in (("\n", " "), ("\t", " "), ("\n", "x"), ("\nx", "x"), ("\nx", "\n")):
+        assert can(other, word), (word, other)
+        assert len(word) > 1 or not can(word, word)
+    end, x = id_of["\n"], id_of["x"]
+    how = dict(allowed_token_ids=[end, x], bad_words=["\nx"], logit_bias={x: 1.0})
+    assert tuple(one(llm, [5, 6, end], 2, **how).outputs[0].token_ids) != (end, x)
 
 
 def test_words_of_a_vocabulary_that_joins_and_one_that_has_none():
@@ -166,149 +157,109 @@ def test_words_of_a_vocabulary_that_joins_and_one_that_has_none():
 @pytest.mark.parametrize("name", ["byte", "llama", "gemma"])
 def test_bytes_of_all_tokens_are_the_text(name):
     t, rng = engine(name).tokenizer, random.Random(0)
-    v, space = vocabulary_of(t), " " if name == "llama" else ""
+    v, end, space = vocabulary_of(t), t.eos_token_id, " " if name == "llama" else ""
     for _ in range(50):
-        text = "".join(
-            rng.choices(
-                ["cat", " cat", "é", "😀", "日", "\n", " ", "the", "!"], k=rng.randrange(1, 12)
-            )
-        )
-        assert b"".join(map(v.bytes_of, ids_of_text(t, text, False))).decode() in (
-            text,
-            space + text,
-        )
-    assert v.bytes_of(t.eos_token_id).decode() == t.eos_token == v.text(
-        t.eos_token_id
-    ) and v.skipped(t.eos_token_id)
+        pieces = ["cat", " cat", "é", "😀", "日", "\n", " ", "the", "!"]
+        text = "".join(rng.choices(pieces, k=rng.randrange(1, 12)))
+        spelled = b"".join(map(v.bytes_of, ids_of_text(t, text, False))).decode()
+        assert spelled in (text, space + text)
+    assert v.bytes_of(end).decode() == t.eos_token == v.text(end) and v.skipped(end)
 
 
 def test_an_answer_goes_on_with_its_prompt():
     llm = engine("llama")
     t = llm.tokenizer
-    cat = t.convert_tokens_to_ids("▁cat")
+    the, cat, a = t.convert_tokens_to_ids(["▁the", "▁cat", "a"])
     params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[cat], logprobs=0)
-    out = llm.generate(["the"], params)[0]
+    [out], [begun] = llm.generate(["the"], params), llm.generate([[t.bos_token_id]], params)
     assert out.outputs[0].text == " cat" == "".join(e.text for e in llm.stream(["the"], params))
     assert out.outputs[0].logprobs[0][cat].decoded_token == " cat"
-    assert (
-        llm.generate([[t.bos_token_id]], params)[0].outputs[0].text == "cat"
-    )  # at the beginning of a text
-    chili = bytes_of(t, "🌶")
+    assert begun.outputs[0].text == "cat"  # at the beginning of a text
+    chili, many, book = (bytes_of(t, text) for text in ("🌶", "日" * 40, "本"))
     for before, after, want in (
-        (chili[:3], chili[3:], "🌶"),
-        (chili[:1], [t.convert_tokens_to_ids("a")], "a"),
-        (chili[:2], chili[3:], ""),
+        ([the, *chili[:3]], chili[3:], "🌶"),
+        ([the, *chili[:1]], [a], "a"),
+        ([the, *chili[:2]], chili[3:], ""),
+        (many, book, "本"),  # characters of bytes alone: the window begins with one
     ):
-        d = IncrementalDecoder(t, True, [t.convert_tokens_to_ids("▁the"), *before])
-        got = "".join([*map(d.add, after), d.finish()])
-        assert got == want or want == "" and set(got) <= {"\ufffd"}
-    long = [
-        i for _ in range(40) for i in bytes_of(t, "日")
-    ]  # characters of bytes alone: the window begins with one
-    d = IncrementalDecoder(t, True, long)
-    assert "".join([*map(d.add, bytes_of(t, "本")), d.finish()]) == "本"
+        d = IncrementalDecoder(t, True, before)
+        assert "".join([*map(d.add, after), d.finish()]).strip("\ufffd") == want
 
 
+@pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", ALL)
-def test_prompt_and_answer_together_are_the_decoding_of_all_tokens(name):
+def test_prompt_and_answer_together_are_the_decoding_of_all_tokens(name, skip):
     t, rng = engine(name).tokenizer, random.Random(1)
-    safe = [
-        i
-        for i in range(len(t))
-        if not t.convert_ids_to_tokens(i).startswith("<0x")
-        and "\ufffd" not in vocabulary_of(t).text(i)
-    ]
-    for skip in (True, False):
-        for _ in range(60):
-            prompt, ids = (rng.choices(safe, k=rng.randrange(k)) for k in (20, 30))
-            d = IncrementalDecoder(t, skip, prompt)
-            decode = lambda ids: t.decode(
-                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
-            )
-            assert decode(prompt) + "".join([*map(d.add, ids), d.finish()]) == decode(prompt + ids)
+    whole = lambda i: "\ufffd" not in vocabulary_of(t).text(i)
+    is_byte = lambda i: t.convert_ids_to_tokens(i).startswith("<0x")
+    safe = [i for i in range(len(t)) if whole(i) and not is_byte(i)]
+    how = dict(skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    for _ in range(60):
+        prompt, ids = (rng.choices(safe, k=rng.randrange(k)) for k in (20, 30))
+        d = IncrementalDecoder(t, skip, prompt)
+        answer = "".join([*map(d.add, ids), d.finish()])
+        assert t.decode(prompt, **how) + answer == t.decode(prompt + ids, **how)
 
 
+@pytest.mark.parametrize("text, cut", [("the cat é😀!", 0), ("é😀", 1), ("日本", 4), ("cat\n", 0)])
 @pytest.mark.parametrize("name", ["byte", "llama", "gemma"])
-def test_texts_of_log_probabilities_are_the_text_and_bytes_their_own(name):
+def test_texts_of_log_probabilities_are_the_text_and_bytes_their_own(name, text, cut):
     llm = engine(name)
     t, v = llm.tokenizer, vocabulary_of(llm.tokenizer)
-    for text, cut in (("the cat é😀!", 0), ("é😀", 1), ("日本", 4), ("cat\n", 0)):
-        ids = ids_of_text(t, text, False)
-        ids = ids[: len(ids) - cut]
-        c = answered(llm, [5, t.eos_token_id, 6], ids)
-        told = [step[i] for i, step in zip(ids, c.logprobs)]
-        assert "".join(l.decoded_token for l in told) == c.text and b"".join(
-            l.token_bytes for l in told
-        ) == b"".join(map(v.bytes_of, ids))
-        chat, plain = chat_logprobs(c, 0), text_logprobs(c)
-        assert bytes(b for x in chat["content"] for b in x["bytes"]) == b"".join(
-            map(v.bytes_of, ids)
-        )
-        assert "".join(plain["tokens"]) == c.text
-        ends = [*plain["text_offset"][1:], len(c.text)]
-        assert [c.text[a:b] for a, b in zip(plain["text_offset"], ends)] == plain["tokens"]
+    ids = ids_of_text(t, text, False)
+    ids = ids[: len(ids) - cut]
+    c, bytes_told = answered(llm, [5, t.eos_token_id, 6], ids), b"".join(map(v.bytes_of, ids))
+    told = [step[i] for i, step in zip(ids, c.logprobs)]
+    assert "".join(l.decoded_token for l in told) == c.text
+    assert b"".join(l.token_bytes for l in told) == bytes_told
+    chat, plain = chat_logprobs(c, 0), text_logprobs(c)
+    assert bytes(b for x in chat["content"] for b in x["bytes"]) == bytes_told
+    assert "".join(plain["tokens"]) == c.text
+    ends = [*plain["text_offset"][1:], len(c.text)]
+    assert [c.text[a:b] for a, b in zip(plain["text_offset"], ends)] == plain["tokens"]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_tokens_of_a_prompt_are_its_text(name):
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("wordpiece", "the cat ##s !"),
+        ("byte", "t h e Ġ c"),
+        ("llama", "<0x0A> ▁the ▁cat ▁sat ! <0xC3> <0xA9>"),
+        ("gemma", "▁the ▁cat !"),
+    ],
+)
+def test_tokens_of_a_prompt_are_its_text(name, words, start):
     llm = engine(name)
     t = llm.tokenizer
-    ids = t.convert_tokens_to_ids(
-        dict(
-            wordpiece=["the", "cat", "##s", "!"],
-            byte=list("the") + ["Ġ", "c"],
-            llama=["<0x0A>", "▁the", "▁cat", "▁sat", "!", "<0xC3>", "<0xA9>"],
-            gemma=["▁the", "▁cat", "!"],
-        )[name]
-    )
-    for start in range(2):
-        out = llm.generate(
-            [[5, *ids]],
-            SamplingParams(
-                temperature=0, max_tokens=1, prompt_logprobs=1, prompt_logprob_start=start
-            ),
-        )[0]
-        told = [step[i].decoded_token for i, step in zip([5, *ids], out.prompt_logprobs) if step]
-        assert t.decode([5, *ids[:start]]) + "".join(told) == t.decode([5, *ids])
-    if name == "llama":
-        assert told == [" cat", " sat", "!", "", "é"] or told[0] == " the" or told[0] == " cat"
+    ids = [5, *t.convert_tokens_to_ids(words.split())]
+    out = one(llm, ids, prompt_logprobs=1, prompt_logprob_start=start)
+    told = [step[i].decoded_token for i, step in zip(ids, out.prompt_logprobs) if step]
+    assert t.decode(ids[: start + 1]) + "".join(told) == t.decode(ids)
 
 
 def test_no_two_candidates_have_one_name():
-    llm = engine("byte")
-    params = SamplingParams(
-        temperature=0, max_tokens=3, allowed_token_ids=[*range(131, 259)], logprobs=5
-    )
-    c = llm.generate([[5, 6]], params)[0].outputs[0]
+    c = one(engine("byte"), [5, 6], 3, allowed_token_ids=[*range(131, 259)], logprobs=5).outputs[0]
     found = text_logprobs(c)
-    for name, top, value, step in zip(
-        found["tokens"], found["top_logprobs"], found["token_logprobs"], c.logprobs
-    ):
+    columns = (found[key] for key in ("tokens", "top_logprobs", "token_logprobs"))
+    for name, top, value, step in zip(*columns, c.logprobs):
         assert top[name] == value and len(top) == len(step)
-    named = token_names(
-        {
-            7: Logprob(-1.0, 1, "", b"\xf0"),
-            8: Logprob(-2.0, 2, "\ufffd", b"\x9f"),
-            9: Logprob(-2.0, 2, "a", b"a"),
-            10: Logprob(-3.0, 3, "a", b"a"),
-            11: Logprob(-3.0, 3, "a", b"a"),
-            12: Logprob(-4.0, 4, "", b""),
-            13: Logprob(-4.0, 4, None),
-        }
+    named = (
+        ("", -1.0, 1, "", b"\xf0"),
+        ("bytes:\\x9f", -2.0, 2, "\ufffd", b"\x9f"),
+        ("a", -2.0, 2, "a", b"a"),
+        ("bytes:\\x61", -3.0, 3, "a", b"a"),
+        ("token_id:11", -3.0, 3, "a", b"a"),
+        ("token_id:12", -4.0, 4, "", b""),
+        ("13", -4.0, 4, None),
     )
-    assert named == {
-        7: "",
-        8: "bytes:\\x9f",
-        9: "a",
-        10: "bytes:\\x61",
-        11: "token_id:11",
-        12: "token_id:12",
-        13: "13",
-    }
-    [chat] = [x for x in chat_logprobs(c, 5)["content"][:1]]
-    assert len({x["token"] for x in chat["top_logprobs"]}) == 5 and all(
-        len(x["bytes"]) <= 1 for x in chat["top_logprobs"]
-    )
+    candidates = {i: Logprob(*of) for i, (_, *of) in enumerate(named, 7)}
+    assert token_names(candidates) == {i: name for i, (name, *_) in enumerate(named, 7)}
+    top = chat_logprobs(c, 5)["content"][0]["top_logprobs"]
+    assert len({x["token"] for x in top}) == 5 and all(len(x["bytes"]) <= 1 for x in top)
+
+
+KEYS = "tokens", "text_offset"
 
 
 def test_offsets_point_into_an_echo_and_a_stream():
@@ -316,48 +267,23 @@ def test_offsets_point_into_an_echo_and_a_stream():
     t = llm.tokenizer
     cat = t.convert_tokens_to_ids("▁cat")
     prompt = [t.bos_token_id, t.convert_tokens_to_ids("▁the"), *bytes_of(t, "😀")]
-    out = llm.generate(
-        [prompt],
-        SamplingParams(
-            temperature=0, max_tokens=2, allowed_token_ids=[cat], logprobs=1, prompt_logprobs=1
-        ),
-    )[0]
+    how = dict(allowed_token_ids=[cat], logprobs=1)
+    out = one(llm, prompt, 2, **how, prompt_logprobs=1)
     whole = echoed(out, "the😀").outputs[0]
     found = text_logprobs(whole, first="<s>")
-    assert whole.text == "the😀 cat cat" and found["tokens"] == [
-        "<s>",
-        "the",
-        "",
-        "",
-        "",
-        "😀",
-        " cat",
-        " cat",
-    ]
+    assert whole.text == "the😀 cat cat"
+    assert found["tokens"] == ["<s>", "the", "", "", "", "😀", " cat", " cat"]
     assert found["text_offset"] == [0, 0, 3, 3, 3, 3, 4, 8]
-    parts, offsets, tokens = Parts("text", "x", "m", 1), [], []
-    for n in (1, 2):
-        c = replace(
-            out.outputs[0],
-            text=" cat" * n,
-            token_ids=[cat] * n,
-            logprobs=out.outputs[0].logprobs[:n],
-            finish_reason="length" if n == 2 else None,
-        )
-        for line in parts.since([c]).decode().split("\n\n")[:-1]:
-            for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                offsets += choice["logprobs"]["text_offset"]
-                tokens += choice["logprobs"]["tokens"]
-    assert (tokens, offsets) == ([" cat", " cat"], [0, 4])
-    assert token_offsets("ab<eos>c", ["ab", "<eos>", "c"]) == [0, 2, 7, 8] and token_offsets(
-        "abc", ["<s>", "ab", "<eos>", "c"]
-    ) == [0, 0, 2, 2, 3]
-    stopped = llm.generate(
-        [prompt],
-        SamplingParams(
-            temperature=0, max_tokens=4, allowed_token_ids=[cat], logprobs=0, stop="t ca"
-        ),
-    )[0].outputs[0]
+    parts, told, all_steps = Parts("text", "x", "m", 1), [], out.outputs[0].logprobs
+    for n, end in ((1, None), (2, "length")):
+        more = dict(text=" cat" * n, token_ids=[cat] * n, logprobs=all_steps[:n], finish_reason=end)
+        lines = parts.since([replace(out.outputs[0], **more)]).decode().split("\n\n")[:-1]
+        choices = [c for x in lines for c in json.loads(x.removeprefix("data: "))["choices"]]
+        told += [pair for c in choices for pair in zip(*map(c["logprobs"].get, KEYS))]
+    assert told == [(" cat", 0), (" cat", 4)]
+    assert token_offsets("ab<eos>c", ["ab", "<eos>", "c"]) == [0, 2, 7, 8]
+    assert token_offsets("abc", ["<s>", "ab", "<eos>", "c"]) == [0, 0, 2, 2, 3]
+    stopped = one(llm, prompt, 4, **how, stop="t ca").outputs[0]
     assert stopped.text == " ca" and all(at <= 3 for at in text_logprobs(stopped)["text_offset"])
 
 
@@ -365,12 +291,8 @@ def test_offsets_point_into_an_echo_and_a_stream():
 
 
 def test_what_others_do_with_the_tokenizer_reaches_no_prompt():
-    t = tiny_tokenizer()
-    llm, stop, every = (
-        LLM(tiny_model("llama"), t, max_num_seqs=64),
-        threading.Event(),
-        sys.getswitchinterval(),
-    )
+    t, stop, every = tiny_tokenizer(), threading.Event(), sys.getswitchinterval()
+    llm = LLM(tiny_model("llama"), t, max_num_seqs=64)
 
     def cut():
         while not stop.is_set():
@@ -380,18 +302,14 @@ def test_what_others_do_with_the_tokenizer_reaches_no_prompt():
     sys.setswitchinterval(1e-5)
     for x in threads:
         x.start()
+    counts = lambda outs: [len(o.prompt_token_ids) for o in outs]
     try:
         texts = [f"prompt number {i} of some length" for i in range(40)]
         for _ in range(4):
-            assert [
-                len(o.prompt_token_ids)
-                for o in llm.generate(texts, SamplingParams(temperature=0, max_tokens=1))
-            ] == [*map(len, texts)]
-            assert [
-                len(o.prompt_token_ids)
-                for o in llm.embed(texts, pooling_params=dict(truncate_prompt_tokens=9))
-            ] == [9] * 40
-            assert [len(o.prompt_token_ids) for o in llm.embed(texts)] == [*map(len, texts)]
+            nine = dict(truncate_prompt_tokens=9)
+            assert counts(llm.generate(texts, greedy(1))) == [*map(len, texts)]
+            assert counts(llm.embed(texts, pooling_params=nine)) == [9] * 40
+            assert counts(llm.embed(texts)) == [*map(len, texts)]
     finally:
         stop.set()
         for x in threads:
@@ -404,9 +322,7 @@ def test_what_others_do_with_the_tokenizer_reaches_no_prompt():
 def test_a_twin_encodes_the_same(name):
     t = engine(name).tokenizer
     twin = make_twin(t)
-    assert (
-        twin is not t and len(twin) == len(t) and twin._tokenizer.to_str() == t._tokenizer.to_str()
-    )
+    assert twin is not t and twin._tokenizer.to_str() == t._tokenizer.to_str()
     for text in ("the cat", " a!\n", "<tool> é😀</s>", ""):
         assert ids_of_text(t, text) == t(text)["input_ids"] == twin(text)["input_ids"]
 
@@ -414,21 +330,17 @@ def test_a_twin_encodes_the_same(name):
 def test_tokens_and_a_template_that_a_user_gives_his_tokenizer_later_count():
     t = tiny_tokenizer()
     llm = LLM(tiny_model("llama", vocab_size=300), t)
-    assert len(llm.generate("<tool>", SamplingParams(max_tokens=1))[0].prompt_token_ids) == 6
+    assert len(one(llm, "<tool>").prompt_token_ids) == 6
     t.add_tokens(["<tool>"])
-    assert len(llm.generate("<tool>", SamplingParams(max_tokens=1))[0].prompt_token_ids) == 1
+    assert len(one(llm, "<tool>").prompt_token_ids) == 1
     t.chat_template = "{{ messages[0]['content'] }}#"
-    assert (
-        llm.chat([dict(role="user", content="ab")], SamplingParams(max_tokens=1))[0].prompt == "ab#"
-    )
+    assert llm.chat([dict(role="user", content="ab")], greedy(1))[0].prompt == "ab#"
 
 
 # --- stop strings, and processes that are forked
 
 
 def test_a_long_stop_string_costs_no_more_than_the_text_is_long():
-    from batchlab.core.text import StopScanner, _begun
-
     class Counting(str):
         looks = 0
 
@@ -436,23 +348,20 @@ def test_a_long_stop_string_costs_no_more_than_the_text_is_long():
             Counting.looks += len(a[0])
             return super().startswith(*a)
 
-    long = Counting("ab" * 50_000)
-    scanner = StopScanner([long])
-    assert (
-        "".join(scanner.add(x) for x in ["x", "a", "b", "aa", "y"] * 20) + scanner.finish()
-        == "xabaay" * 20
-        and Counting.looks < 10_000
-    )
+    scanner = StopScanner([Counting("ab" * 50_000)])
+    given = ["x", "a", "b", "aa", "y"] * 20
+    assert "".join([*map(scanner.add, given), scanner.finish()]) == "".join(given)
+    assert Counting.looks < 10_000
+
+
+def test_text_is_held_back_where_it_may_be_the_beginning_of_a_stop_string():
     rng = random.Random(0)
+    draw = lambda least, most: "".join(rng.choices("ab", k=rng.randrange(least, most)))
     for _ in range(3000):
-        text, words = (
-            ("".join(rng.choices("ab", k=rng.randrange(12))) for _ in "1"),
-            ["".join(rng.choices("ab", k=rng.randrange(1, 8))) for _ in "12"],
-        )
-        [text] = text
-        assert _begun(text, words) == max(
-            (k for w in words for k in range(1, len(w)) if text.endswith(w[:k])), default=0
-        )
+        text, words = draw(0, 12), [draw(1, 8) for _ in "12"]
+        begun = (k for w in words for k in range(1, len(w)) if text.endswith(w[:k]))
+        if not any(w in text for w in words):
+            assert StopScanner(words).add(text) == text[: len(text) - max(begun, default=0)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -482,10 +391,5 @@ for held in (False, True):
     assert os.waitpid(pid, 0)[1] == 0, held
 assert len(llm.generate('x')[0].outputs[0].token_ids) and not asyncio.run(shared.shutdown())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    done = python(code, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,13 +5,14 @@ import copy, importlib, json
 import pytest, torch
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import AutoModelForSequenceClassification
 
 from batchlab import LLM, SamplingParams
 from batchlab.llm.config import model_state
 from batchlab.errors import EngineError
 from batchlab.models.tiny import TINY_ARCHS, tiny_model, tiny_tokenizer
 from helpers import greedy, need_same_bits
+from test_encoders import encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENIZER = tiny_tokenizer()
@@ -127,15 +128,6 @@ def test_tied_embeddings_and_int8():
         assert ids(llm) == ids(fresh(model, **how))
 
 
-CONFIG = dict(
-    vocab_size=259,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=96,
-    max_position_embeddings=256,
-    pad_token_id=0,
-)
 POOLED = {
     "vectors of a decoder": (
         lambda: tiny_model("llama"),
@@ -146,11 +138,11 @@ POOLED = {
         lambda l: [l.score(PROMPT, "b")[0].outputs.score],
     ),
     "vectors of an encoder": (
-        lambda: BertModel(BertConfig(**CONFIG)).eval(),
+        lambda: encoder("bert"),
         lambda l: l.embed([PROMPT])[0].outputs.embedding,
     ),
     "classes": (
-        lambda: BertForSequenceClassification(BertConfig(**CONFIG, num_labels=3)).eval(),
+        lambda: encoder("bert", AutoModelForSequenceClassification, num_labels=3),
         lambda l: l.classify([PROMPT])[0].outputs.probs,
     ),
 }
