@@ -247,12 +247,8 @@ HEADS = [
 def test_heads(s, head, status):
     with connect(s) as c:
         with contextlib.suppress(ConnectionError):
-            c.sendall(
-                HEAD
-                + head
-                + b"\r\nConnection: close\r\n"
-                + post(dict(prompt="a", max_tokens=1), b"")
-            )
+            rest = post(dict(prompt="a", max_tokens=1), b"")
+            c.sendall(HEAD + head + b"\r\nConnection: close\r\n" + rest)
         got = answers(read_all(c))
         assert [x for x, _ in got] in ([status], [] if status in (400, 431) else None), got
         for _, body in got:
@@ -260,40 +256,33 @@ def test_heads(s, head, status):
 
 
 @pytest.mark.parametrize(
-    "sent,line,words",
+    "sent,status,word",
     [
-        (b"GET /health HTTP/1.1\r\n\r\n", b"HTTP/1.1 400 Bad Request", "mandatory Host"),
-        (HEAD + b"Host: y\r\n\r\n", b"HTTP/1.1 400 Bad Request", "multiple Host"),
-        (b"GET /" + b"x" * 200_000, b"HTTP/1.1 414 ", "the URL is too long"),
-        (
-            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
-            b"HTTP/1.1 400 Bad Request",
-            "this is TLS",
-        ),
-        (b"hello there\r\n\r\n", b"HTTP/1.1 400 Bad Request", "illegal request line"),
-        (b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000, b"HTTP/1.1 431 ", "headers are too long"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "mandatory Host"),
+        (HEAD + b"Host: y\r\n\r\n", 400, "multiple Host"),
+        (b"GET /" + b"x" * 200_000, 414, "URL"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400, "TLS"),
+        (b"hello there\r\n\r\n", 400, "request line"),
+        (b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000, 431, "headers"),
     ],
 )
-def test_what_is_refused_hears_why(s, sent, line, words):
+def test_what_is_refused_hears_why(s, sent, status, word):
     with connect(s) as c:
         with contextlib.suppress(ConnectionError):
             c.sendall(sent)
         got = read_all(c)
-        if got:
-            assert (
-                got.startswith(line) and words in json.loads(answers(got)[0][1])["error"]["message"]
-            )  # a reset may overtake it
-        else:
-            assert len(sent) > 10**5
+    if got:  # a reset may overtake it
+        assert got.startswith(b"HTTP/1.1 %d " % status)
+        assert word in json.loads(answers(got)[0][1])["error"]["message"]
+    else:
+        assert len(sent) > 10**5
 
 
 def test_two_lengths_of_a_body_end_the_connection(s):
     "Who stands before the server may read the other, and take the rest for another request."
     with connect(s) as c:
-        c.sendall(
-            HEAD
-            + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        )
+        both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        c.sendall(HEAD + both + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         got = answers(read_all(c))
     assert len(got) == 1 and got[0][0] == 400 and b"send one of them" in got[0][1]
 
@@ -357,23 +346,24 @@ def test_bodies(s, body, status, word):
 
 
 def test_requests_in_a_row_on_one_connection(s):
-    "All sent before the first is answered; then HTTP/1.0, which has no chunks."
+    "All sent before the first is answered."
     with connect(s) as c:
-        c.sendall(
-            b"".join(post(dict(prompt=f"{i}", max_tokens=1)) for i in range(50))
-            + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        )
+        c.sendall(b"".join(post(dict(prompt=f"{i}", max_tokens=1)) for i in range(50)))
+        c.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         got = answers(read_all(c))
     assert [x for x, _ in got] == [200] * 51
     counts = [json.loads(body)["usage"]["prompt_tokens"] for _, body in got[:50]]
     assert counts == [len(str(i)) for i in range(50)]
-    for stream in (False, True):
-        ask = dict(prompt="a", max_tokens=5, stream=stream)
-        with connect(s) as c:
-            c.sendall(post(ask, b"POST /v1/completions HTTP/1.0\r\n"))
-            [(status, body)] = answers(read_all(c))
-        done = body.endswith(b"data: [DONE]\n\n") if stream else json.loads(body)["choices"]
-        assert status == 200 and done
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_1_0_has_no_chunks(s, stream):
+    ask = dict(prompt="a", max_tokens=5, stream=stream)
+    with connect(s) as c:
+        c.sendall(post(ask, b"POST /v1/completions HTTP/1.0\r\n"))
+        [(status, body)] = answers(read_all(c))
+    done = body.endswith(b"data: [DONE]\n\n") if stream else json.loads(body)["choices"]
+    assert status == 200 and done
 
 
 def test_a_client_that_asks_first(s):
@@ -450,14 +440,9 @@ def test_who_never_reads_is_let_go():
 
 # crowds
 
+SAME = dict(temperature=0, ignore_eos=True)
 BODIES = [
-    dict(
-        prompt="Once " * (i % 7),
-        max_tokens=1 + i * 5 % 40,
-        temperature=0,
-        ignore_eos=True,
-        stream=i % 3 > 0,
-    )
+    dict(SAME, prompt="Once " * (i % 7), max_tokens=1 + i * 5 % 40, stream=i % 3 > 0)
     for i in range(24)
 ]
 
@@ -467,14 +452,12 @@ def text_in(raw):
     head, _, body = raw.partition(b"\r\n\r\n")
     if b"200 OK" not in head[:20]:
         return head[:60]
-    if b"event-stream" not in head:
-        return json.loads(body)["choices"][0]["text"]
-    lines = [x for x in body.split(b"\n") if x.startswith(b"data: ")]
-    return (
-        "".join(json.loads(x[6:])["choices"][0]["text"] for x in lines[:-1])
-        if lines and lines[-1] == b"data: [DONE]"
-        else b"cut off"
-    )
+    parts = [body]
+    if b"event-stream" in head:
+        *parts, end = [x[6:] for x in body.split(b"\n") if x.startswith(b"data: ")] or [b""]
+        if end != b"[DONE]":
+            return b"cut off"
+    return "".join(json.loads(part)["choices"][0]["text"] for part in parts)
 
 
 async def crowd(where, count, together, seed=0):
@@ -484,12 +467,10 @@ async def crowd(where, count, together, seed=0):
     async def ask(i, leave=None, reset=False):
         raw = post(BODIES[i % 24], HEAD + b"Connection: close\r\n")
         for attempt in range(50):
-            try:
+            with contextlib.suppress(OSError):
                 reader, writer = await asyncio.open_connection(*where)
-            except OSError:
-                await asyncio.sleep(0.05)
-            else:
                 break
+            await asyncio.sleep(0.05)
         try:
             if leave is not None and leave < 3:  # before all is sent
                 writer.write(raw[: rand.randrange(len(raw)) if leave else 0])
@@ -503,9 +484,8 @@ async def crowd(where, count, together, seed=0):
             return text_in(await reader.read(-1))
         finally:
             if reset:
-                writer.get_extra_info("socket").setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                )
+                at_once = socket.SO_LINGER, struct.pack("ii", 1, 0)
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, *at_once)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
@@ -523,10 +503,8 @@ async def crowd(where, count, together, seed=0):
         b = await ask(i)
         assert isinstance(b, str), b
         want.append(b)
-    hows = [
-        (rand.randrange(6), rand.random() < 0.5) if rand.random() < 1 / 3 else (None, False)
-        for _ in range(count)
-    ]
+    leaves = lambda: (rand.randrange(6), rand.random() < 0.5)
+    hows = [leaves() if rand.random() < 1 / 3 else (None, False) for _ in range(count)]
     await asyncio.gather(*(one(i, how) for i, how in enumerate(hows)))
     return sum(how[0] is None for how in hows), wrong
 
@@ -553,21 +531,17 @@ def serve(descriptors):
 
     @router.get("/state")
     async def look():
-        return state(server) | dict(
-            threads=threading.active_count(),
-            loop=len(asyncio.all_tasks()),
-            room=server.config.limit_concurrency,
-        )
+        tasks = dict(threads=threading.active_count(), loop=len(asyncio.all_tasks()))
+        return state(server) | tasks | dict(room=server.config.limit_concurrency)
 
     import tempfile
     from batchlab.serve.batches import BatchRunner, BatchStore
 
     with tempfile.TemporaryDirectory() as folder:
-        llm, store = small(), BatchStore(folder)
-        server = Server(
-            create_app(llm, "tiny", routers=[router], batches=BatchRunner(store, llm, "tiny")),
-            ready=lambda: print(*sock.getsockname(), flush=True),
-        )
+        llm = small()
+        batches = BatchRunner(BatchStore(folder), llm, "tiny")
+        app = create_app(llm, "tiny", routers=[router], batches=batches)
+        server = Server(app, ready=lambda: print(*sock.getsockname(), flush=True))
         server.run([sock])
 
 
@@ -575,16 +549,9 @@ def serve(descriptors):
 def process(descriptors=0):
     "Such a server: `(host, port)`, and what it writes to standard error."
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    p, said = (
-        subprocess.Popen(
-            [sys.executable, __file__, "--serve", str(descriptors)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ),
-        [],
-    )
+    words, said = [sys.executable, __file__, "--serve", str(descriptors)], []
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    p = subprocess.Popen(words, env=env, **pipes)
     reader = threading.Thread(target=lambda: said.extend(p.stderr), daemon=True)
     reader.start()
     try:
@@ -594,36 +561,30 @@ def process(descriptors=0):
         p.kill()
         p.wait()
         reader.join()
-        p.stdout.close(), p.stderr.close()
+        p.stdout.close()
+        p.stderr.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file descriptors as Linux has them")
 def test_a_server_with_few_file_descriptors():
     "It says 503 to some, closes others, goes on, and writes no flood of errors."
-    with (
-        process(96) as (where, said, p),
-        contextlib.ExitStack() as stack,
-        httpx.Client(base_url=f"http://{where[0]}:{where[1]}", timeout=100) as web,
-    ):
-        state = lambda: web.get("/state").json()
+    form = dict(files=dict(file=("a.jsonl", b"{}")), data=dict(purpose="batch"))
+    with process(96) as (where, said, p), httpx.Client(timeout=100) as web:
+        url = f"http://{where[0]}:{where[1]}"
+        state = lambda: web.get(f"{url}/state").json()
+        post = lambda path, **more: web.post(f"{url}/v1/{path}", **more).status_code
         room = state()["room"]
         assert 8 < room < 48
-        crowd = [
-            stack.enter_context(socket.create_connection(where, timeout=100)) for _ in range(150)
-        ]
-        form = dict(files=dict(file=("a.jsonl", b"{}")), data=dict(purpose="batch"))
-        until(lambda: state()["connections"] >= room)
-        assert web.post("/v1/files", **form).status_code in (
-            200,
-            503,
-        )  # there may be no file descriptor left for it
-        assert (
-            web.post("/v1/completions", json=dict(prompt="a", max_tokens=2)).status_code == 200
-        )  # who has a connection is served
-        for c in crowd:
-            c.close()
+        with contextlib.ExitStack() as stack:
+            for _ in range(150):
+                stack.enter_context(socket.create_connection(where, timeout=100))
+            until(lambda: state()["connections"] >= room)
+            # there may be no file descriptor left for it
+            assert post("files", **form) in (200, 503)
+            # who has a connection is served
+            assert post("completions", json=dict(prompt="a", max_tokens=2)) == 200
         until(lambda: state()["connections"] == 1)
-        assert web.post("/v1/files", **form).status_code == 200 and p.poll() is None
+        assert post("files", **form) == 200 and p.poll() is None
     assert len(said) < 500, said[:20]
 
 

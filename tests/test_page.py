@@ -13,7 +13,7 @@ from batchlab.cli import page_of
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.serve import page as page_module
-from batchlab.serve.batches import BatchRunner, BatchStore
+from batchlab.serve.batches import BatchRunner, BatchStore, NewFile
 from batchlab.cli.flags import parse_args
 from batchlab.serve.page import Lookout, page_router, steps_of, trusted
 from batchlab.view.trace import Live, StepLog
@@ -442,7 +442,7 @@ def test_names_and_answers_are_text(browser, tmp_path):
                 )
                 for i in range(3)
             ] + ["{"]
-            with runner.store.files.new() as new:  # a name that no client library lets through
+            with NewFile(runner.store) as new:  # a name that no client library lets through
                 new.write("\n".join(lines).encode())
                 file = new.keep(HOSTILE, "batch", None)
             made = c.post(

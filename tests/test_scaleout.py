@@ -10,7 +10,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from batchlab.jobs import ray as scaleout
 from batchlab.cli import main
 from batchlab.api import LLM
-from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
+from batchlab.serve.batches import (
+    ENDED,
+    BatchRunner,
+    BatchStore,
+    create_file,
+    get_batch,
+    open_file,
+    show_batch,
+)
 from batchlab.serve.workers import BatchWorkers
 from batchlab.jobs.job import Job, JobError
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -270,7 +278,7 @@ class Batches:
         self.store.close()
 
     def create(self, path):
-        return self.create_of(self.store.files.create("in.jsonl", Path(path).read_bytes())["id"])
+        return self.create_of(create_file(self.store, "in.jsonl", Path(path).read_bytes())["id"])
 
     def create_of(self, file):
         return self.runner.create(
@@ -278,7 +286,7 @@ class Batches:
         )["id"]
 
     def shown(self, id):
-        return self.runner.show(self.store.get(id))
+        return show_batch(self.runner, get_batch(self.store, id))
 
     def wait(self, id, until=lambda batch: batch["status"] in ENDED):
         end = time.time() + 120
@@ -290,10 +298,10 @@ class Batches:
         return self.wait(id, lambda batch: batch["request_counts"]["completed"] >= n)
 
     def records(self, id, tmp_path):
-        batch = self.store.get(id)
+        batch = get_batch(self.store, id)
         with open(tmp_path / "records", "wb") as f:
             for k in ("output_file_id", "error_file_id"):
-                f.write(self.store.files.open(batch[k]).read() if batch.get(k) else b"")
+                f.write(open_file(self.store, batch[k]).read() if batch.get(k) else b"")
         return by_id(tmp_path / "records")
 
 

@@ -425,13 +425,17 @@ STATUS = dict(
     not_found=404,
     method_not_allowed=405,
     timeout=408,
+    batch_ended=409,
+    file_in_use=409,
     request_too_large=413,
+    too_large=413,
     uri_too_long=414,
     unsupported_media_type=415,
     headers_too_large=431,
     rate_limit_exceeded=429,
     server_error=500,
     unavailable=503,
+    disk_full=507,
 )  # of any other failure: 400
 MESSAGE = 1000  # characters of a message, which may list what was sent
 

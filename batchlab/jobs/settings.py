@@ -40,6 +40,7 @@ WANTS = dict(
     bool_type="true or false",
     int_type="a whole number",
     string_type="a string",
+    string_too_long="of at most {max_length} characters",
     string_unicode="valid Unicode",
     dict_type="an object",
     model_type="an object",

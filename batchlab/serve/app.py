@@ -75,6 +75,7 @@ try:
     from fastapi.exceptions import RequestValidationError
     from prometheus_client import CollectorRegistry, Histogram, generate_latest
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from starlette.datastructures import Headers
     from starlette.exceptions import HTTPException
     from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
@@ -672,11 +673,6 @@ OPEN = {"/", "/health", "/version", "/metrics"}  # what / has is no secret, see 
 Check = Callable[[Scope], BadRequest | None]
 
 
-def header(scope: Scope, name: bytes) -> str:
-    "The value of a header, or ''."
-    return next((v.decode("latin-1") for k, v in scope["headers"] if k == name), "")
-
-
 class Gate:
     "ASGI middleware: a request that one of `checks` has something against is refused."
 
@@ -696,7 +692,7 @@ def key_check(key: str) -> Check:
     digest = hashlib.sha256(key.encode()).digest()
 
     def check(scope: Scope) -> BadRequest | None:
-        scheme, _, given = header(scope, b"authorization").partition(" ")
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         found = hashlib.sha256(given.strip().encode("latin-1")).digest()
         if hmac.compare_digest(found, digest) and scheme.lower() == "bearer":
             return None
@@ -715,7 +711,8 @@ def own_pages(names: Collection[str], origins: Collection[str]) -> Check:
     another site but `origins`."""
 
     def check(scope: Scope) -> BadRequest | None:
-        host, origin = header(scope, b"host"), header(scope, b"origin")
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin", "")
         own = not origin or origin.partition("://")[2] == host or {"*", origin} & {*origins}
         if own and (not host or trusted(host, names)):
             return None
@@ -731,7 +728,7 @@ def own_pages(names: Collection[str], origins: Collection[str]) -> Check:
 def no_preflights(scope: Scope) -> BadRequest | None:
     """A browser that asks for a page of another site, which comes without a key, hears that
     there is an option."""
-    if scope["method"] != "OPTIONS" or not header(scope, b"access-control-request-method"):
+    if scope["method"] != "OPTIONS" or "access-control-request-method" not in Headers(scope=scope):
         return None
     return BadRequest(
         "pages of other sites may not use this server: it is started with --allowed-origins for "
@@ -795,8 +792,9 @@ class BodyLimit:
             return await self.app(scope, receive, send)
         most = next(n for path, n in self.limits.items() if scope["path"].startswith(path))
         body, wrong = Sent(receive, send, most, self.patience), None
-        length, encoding = header(scope, b"content-length"), header(scope, b"content-encoding")
-        both = bool(length and header(scope, b"transfer-encoding"))
+        headers = Headers(scope=scope)
+        length, encoding = headers.get("content-length", ""), headers.get("content-encoding", "")
+        both = bool(length) and "transfer-encoding" in headers
         if both:
             wrong = BadRequest(
                 "the request has Content-Length and Transfer-Encoding, which may contradict each "
@@ -813,21 +811,6 @@ class BodyLimit:
         if wrong:
             return await refuse(wrong, scope, body.send, both)
         await self.app(scope, body.receive, body.send)
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00051-3
-class Heads:
-    "ASGI middleware: HEAD is answered as GET is, and the connection leaves the body out."
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            return await self.app(scope, receive, send)
-        inner = {**scope, "method": "GET"}
-        await self.app(inner, receive, send)
-        if "said" in inner:
-            scope["said"] = inner["said"]
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
 class RequestLog:
@@ -1001,7 +984,6 @@ def create_app(
         app.include_router(router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(Heads)
     app.add_middleware(BodyLimit, limits={"/v1/files": max_upload, "": max_body}, patience=patience)
     _guard(app, api_key, names, origins)
     if say:

@@ -8,19 +8,21 @@ from __future__ import annotations
 import errno, json, logging, os, re, sqlite3, threading, time, uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Protocol, Self
 
 from filelock import FileLock, Timeout
+from pydantic import ConfigDict, Field
 
-from ..errors import EngineError, JobError
+from ..errors import EngineError, JobError, ParamError
 from ..jobs.formats import Raw
 from ..jobs.job import Job, LocalRun, Run
 from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
 from ..jobs.lines import JobLine, ParamsCache, failure_of, json_object
-from ..jobs.schema import URLS, BadRequest, endpoint_of, error_body
+from ..jobs.schema import URLS, BadRequest, about, endpoint_of
+from ..jobs.settings import Body, read
 from ..jobs.runner import Admitted, LineRunner, ModelNames, name_of
 
 if TYPE_CHECKING:  # looking at files needs no torch
@@ -29,42 +31,21 @@ if TYPE_CHECKING:  # looking at files needs no torch
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'ENDED', 'WINDOWS', 'ApiError', 'disk_error', 'NewFile', 'FileStore', 'check_metadata', 'check_expiry',
-           'new_batch', 'BatchStore', 'BatchRunner']
+__all__ = ['log', 'WINDOW', 'disk_error', 'BatchStore', 'NewFile', 'create_file', 'remove_file', 'sweep_files', 'get_file',
+           'open_file', 'Expiry', 'NewBatch', 'create_batch', 'get_batch', 'next_batch', 'move_batch', 'cancel_batch',
+           'BatchRunner']
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22e028b
-class ApiError(BadRequest):
-    """What a client did wrong, or the server could not do. `status`: of HTTP; `code`, `param`:
-    of the API's error object."""
-
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        code: str = "invalid_request",
-        param: str | None = None,
-    ) -> None:
-        super().__init__(message, code)
-        self.status, self.param = status, param
-
-    @property
-    def body(self) -> dict[str, Any]:
-        "The API's error object, for JSON."
-        error = error_body(str(self), self.code, self.param)[1]["error"]
-        return dict(error=error | (dict(type="server_error") if self.status >= 500 else {}))
-
-
-def disk_error(e: OSError | sqlite3.Error) -> ApiError:
+def disk_error(e: OSError | sqlite3.Error) -> BadRequest:
     "What `e`, that came while the server wrote, is to a client: 507 if the disk is full, else 503."
     full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if full or getattr(e, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-        return ApiError(
-            "the disk of the server is full: make room there, and try again", 507, "disk_full"
+        return BadRequest(
+            "the disk of the server is full: make room there, and try again", "disk_full"
         )
     log.error("the server can not use its folder", exc_info=e)
-    return ApiError(
+    return BadRequest(
         f"the server can not use its folder now ({type(e).__name__}): try again later",
-        503,
         "unavailable",
     )
 
@@ -72,55 +53,38 @@ def disk_error(e: OSError | sqlite3.Error) -> ApiError:
 MADE = re.compile(
     r"(file-[0-9a-f]{24})\.jsonl(|\.part|\.gone|\.new|\.batchlab\.new|\.batchlab)"
 )  # the names that a server gives in `files`
+OWN = re.compile(rf"files|lost|lost\+found|state\.sqlite.*|(files/)?\..*|files/{MADE.pattern}")
 
 
 def check_folder(path: Path) -> None:
     """Raise `JobError` if no server has used folder `path` and something is in it. Hidden files
     and what a table's copies are called don't count."""
-    table, files = path / "state.sqlite", path / "files"
+    table, lock = path / "state.sqlite", path / "lock"
     if not path.is_dir() or table.is_file() and table.stat().st_size:
         return
-    own = lambda p: (
-        p.name in ("files", "lost", "lost+found")
-        or p.name.startswith(("state.sqlite", "."))
-        or p.name == "lock"
-        and not p.stat().st_size
-    )
-    others = [p.name for p in path.iterdir() if not own(p)]
-    if files.is_dir():
-        others += [
-            f"files/{p.name}"
-            for p in files.iterdir()
-            if not (MADE.fullmatch(p.name) or p.name.startswith("."))
-        ]
-    if not others:
-        return
-    named = ", ".join(sorted(others)[:3]) + (
-        f" and {len(others) - 3:,} more" if len(others) > 3 else ""
-    )
-    raise JobError(
-        f"{path} is in use for other things ({named:.200}): give a folder that is empty or not "
-        "there yet, or one that a server had"
-    )
+    there = {*path.iterdir(), *path.glob("files/*")}
+    if lock in there and not lock.stat().st_size:
+        there.remove(lock)
+    names = sorted(p.relative_to(path).as_posix() for p in there)
+    if others := [name for name in names if not OWN.fullmatch(name)]:
+        raise JobError(
+            f"{path} is in use for other things ({', '.join(others[:3]):.200}): give a folder that "
+            "is empty or not there yet, or one that a server had"
+        )
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ac3665
 NEEDED = dict(
-    file={"id", "bytes", "created_at", "filename", "purpose"},
+    file={*"id bytes created_at filename purpose".split()},
     batch={
-        "id",
-        "status",
-        "created_at",
-        "expires_at",
-        "endpoint",
-        "input_file_id",
-        "request_counts",
+        *"""id status created_at expires_at endpoint input_file_id request_counts
+        output error expires""".split()
     },
 )
 
 
-def check_table(db: sqlite3.Connection) -> bool:
-    """Whether `db` has objects in it yet. Raises `sqlite3.DatabaseError` if something in it
-    can't be read, `JobError` if it is another program's."""
+def check_table(db: sqlite3.Connection) -> None:
+    """Raise `sqlite3.DatabaseError` if something in `db` can't be read, `JobError` if it is
+    another program's."""
     names = {name for (name,) in db.execute("select name from sqlite_master where type='table'")}
     if names and "objects" not in names:
         raise JobError(
@@ -130,100 +94,95 @@ def check_table(db: sqlite3.Connection) -> bool:
     [(found,), *_] = db.execute("pragma integrity_check(1)")
     if found != "ok":
         raise sqlite3.DatabaseError(" ".join(found.split())[:100])
-    if not names:
-        return False
-    for id, kind, object, own in db.execute("select id, kind, object, own from objects"):
+    for id, kind, *parts in (
+        db.execute("select id, kind, object, own from objects") if names else ()
+    ):
         try:
-            whole, more = json.loads(object), json.loads(own)
-            good = (
-                whole["id"] == id
-                and whole.keys() >= NEEDED[kind]
-                and (kind == "file" or more.keys() >= {"output", "error", "expires"})
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            object, own = map(json.loads, parts)
+            good = object["id"] == id and NEEDED[kind] <= {*object, *own}
+        except (ValueError, TypeError, KeyError, RecursionError):
             good = False
         if not good:
             raise sqlite3.DatabaseError(f"the object {id!r:.40} can not be read")
-    return bool(db.execute("select 1 from objects limit 1").fetchone())
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ac3667
-class ObjectTable:
-    """Objects of `kind` 'file' and 'batch' in SQLite, in folder `path`, which is made if it is
-    not there.
+TABLE = """pragma journal_mode=wal; pragma synchronous=full;
+    create table if not exists objects(number integer primary key autoincrement, id text unique,
+        kind text, expires integer, ended integer, object text, own text);"""
+
+
+@contextmanager
+def folder_errors(path: Path) -> Iterator[None]:
+    "What keeps a server from its folder `path`, as a `JobError`."
+    try:
+        yield
+    except Timeout:
+        raise JobError(
+            f"another server uses {path}: stop that one, or give this one another folder"
+        ) from None
+    except (sqlite3.OperationalError, OSError) as e:
+        why = getattr(e, "strerror", None) or e
+        raise JobError(f"can't keep files and batches in {path} ({why})") from e
+    except (sqlite3.DatabaseError, UnicodeError) as e:
+        raise JobError(
+            f"{path / 'state.sqlite'} is damaged ({e}): put back a copy of it, or move it away to "
+            f"begin without; the files in {path / 'files'} stay"
+        ) from e
+
+# %% ../../nbs/7_serve/42_batches.ipynb #b2st0001
+class BatchStore:
+    """Files and batches in folder `path`, which is made if it is not there.
 
     `clock`: gives the time in seconds since 1970. From any thread; who only reads waits for no
-    change. `new`: there was no table yet. Raises `JobError` if another server has the folder, if
-    it is in use for other things, or if the table is damaged."""
+    change. Raises `JobError` if another server has the folder, if it is in use for other things,
+    or if the table is damaged."""
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.path, self.clock, self.mutex = Path(path), clock, threading.RLock()
-        self.reading, self.changing = threading.Lock(), 0  # the thread that makes a change
-        self.held = FileLock(self.path / "lock", timeout=0, thread_local=False)
-        try:
-            self._open()
-        except BaseException as e:
-            self.held.release(force=True)
-            if isinstance(e, Timeout):
-                raise JobError(
-                    f"another server uses {path}: stop that one, or give this one another folder"
-                ) from None
-            if isinstance(e, sqlite3.OperationalError):
-                raise JobError(f"can't keep files and batches in {path} ({e})") from e
-            if isinstance(e, (sqlite3.DatabaseError, UnicodeError)):
-                raise JobError(
-                    f"{self.path / 'state.sqlite'} is damaged ({e}): put back a copy of it, or "
-                    f"move it away to begin without; the files in {self.path / 'files'} stay"
-                ) from e
-            if isinstance(e, OSError):
-                raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
-            raise
-
-    def _open(self) -> None:
-        check_folder(self.path)
-        (self.path / "files").mkdir(parents=True, exist_ok=True)
-        self.held.acquire()
-        self.db, self.reader = (
-            sqlite3.connect(
-                self.path / "state.sqlite", check_same_thread=False, isolation_level=None
+        self.path, self.clock = Path(path), clock
+        self.writing, self.reading = threading.Lock(), threading.Lock()
+        self.changing = 0  # the thread that makes a change
+        with folder_errors(self.path), ExitStack() as opened:
+            check_folder(self.path)
+            (self.path / "files").mkdir(parents=True, exist_ok=True)
+            opened.enter_context(FileLock(self.path / "lock", timeout=0, thread_local=False))
+            how: Any = dict(check_same_thread=False, isolation_level=None)
+            self.db, self.reader = (
+                opened.enter_context(closing(sqlite3.connect(self.path / "state.sqlite", **how)))
+                for _ in range(2)
             )
-            for _ in range(2)
-        )
-        self.new = not check_table(self.db)
-        self.db.executescript("""pragma journal_mode=wal; pragma synchronous=full;
-            create table if not exists objects(number integer primary key autoincrement, id text unique, kind text, expires integer,
-                ended integer, object text, own text);""")
+            check_table(self.db)
+            self.db.executescript(TABLE)
+            clear_leftovers(self)
+            self.opened = opened.pop_all()
+
+    def close(self) -> None:
+        "Let another server have the folder. A runner must have stopped."
+        with self.writing, self.reading:
+            self.opened.close()
 
     def now(self) -> int:
         return int(self.clock())
 
-    def close(self) -> None:
-        "Let another server have the folder."
-        with self.mutex, self.reading:
-            self.reader.close()
-            self.db.close()
-        self.held.release()
+    def file(self, id: str, state: str = "") -> Path:
+        """Where the bytes of file `id` lie. `state`: '.part' while they come, '.gone' while they
+        are removed."""
+        return self.path / "files" / f"{id}.jsonl{state}"
 
     @contextmanager
     def change(self, wait: bool = True) -> Iterator[sqlite3.Connection]:
         """All changes inside are made, or none is. `wait`: for other changes, 5 seconds for one
         of another process. Raises `sqlite3.Error`."""
-        if not self.mutex.acquire(blocking=wait):
+        if not self.writing.acquire(blocking=wait):
             raise sqlite3.OperationalError("another change is being made")
         try:
             self.db.execute(f"pragma busy_timeout={5000 * wait}")
-            self.db.execute("begin immediate")
-            self.changing = threading.get_ident()
-            try:
+            with self.db:
+                self.db.execute("begin immediate")
+                self.changing = threading.get_ident()
                 yield self.db
-                self.db.execute("commit")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    self.db.execute("rollback")
-                raise
-            finally:
-                self.changing = 0
         finally:
-            self.mutex.release()
+            self.changing = 0
+            self.writing.release()
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         "What `sql` selects; inside `change` of what that has changed."
@@ -232,85 +191,90 @@ class ObjectTable:
         with self.reading:
             return self.reader.execute(sql, values).fetchall()
 
-    def put(
-        self, object: dict[str, Any], ended: bool = True, own: dict[str, Any] | None = None
-    ) -> None:
-        "Enter `object`, new or changed; inside `change`. `own`: None leaves what there is."
-        row = (
+# %% ../../nbs/7_serve/42_batches.ipynb #b2st0003
+ENDED = "failed", "completed", "expired", "cancelled"
+
+
+def put(db: sqlite3.Connection, object: dict[str, Any], own: dict[str, Any] | None = None) -> None:
+    "Enter `object`, new or changed. `own`: what a new one has that only the server knows."
+    db.execute(
+        """insert into objects(id, kind, expires, ended, object, own) values (?, ?, ?, ?, ?, ?)
+        on conflict(id) do update set ended=excluded.ended, object=excluded.object""",
+        (
+            object["id"],
             object["object"],
-            object.get("expires_at") if object["object"] == "file" else None,
-            ended,
+            object.get("expires_at"),
+            object["status"] in ENDED,
             json.dumps(object),
-        )
-        new = self.db.execute(
-            "insert or ignore into objects(id, own) values (?, ?)", (object["id"], "{}")
-        )
-        self.db.execute(
-            "update objects set kind=?, expires=?, ended=?, object=? where id=?",
-            (*row, object["id"]),
-        )
-        if own is not None or new.rowcount:
-            self.db.execute(
-                "update objects set own=? where id=?", (json.dumps(own or {}), object["id"])
-            )
+            json.dumps(own or {}),
+        ),
+    )
 
-    def find(self, kind: str, id: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        "The object, and what belongs to it. Raises `ApiError`."
-        for object, own in self.rows(
-            "select object, own from objects where kind=? and id=?", kind, id
-        ):
-            return json.loads(object), json.loads(own)
-        raise ApiError(f"no {kind} {id!r:.80}", 404, "not_found", f"{kind}_id")
 
-    def page(
-        self,
-        kind: str,
-        after: str | None = None,
-        limit: int = 20,
-        order: str = "desc",
-        purpose: str | None = None,
-    ) -> dict[str, Any]:
-        """`limit` objects of `kind` behind that with the id `after`, as the API lists them.
-        Raises `ApiError`."""
-        if order not in ("asc", "desc"):
-            raise ApiError(f"order must be 'asc' or 'desc', got {order!r:.40}", param="order")
-        start = self.rows("select number from objects where kind=? and id=?", kind, after)
-        if after is not None and not start:
-            raise ApiError(f"after must be the id of a {kind}, got {after!r:.80}", param="after")
-        where = [
-            "kind=?",
-            *(["number" + "<>"[order == "asc"] + "?"] if start else []),
-            *(["json_extract(object, '$.purpose')=?"] if purpose else []),
-        ]
-        values = [kind, *(start[0] if start else ()), *([purpose] if purpose else [])]
-        found = self.rows(
-            f"select object from objects where {' and '.join(where)} order by number {order} "
-            "limit ?",
-            *values,
-            limit + 1,
-        )
-        data = [json.loads(object) for (object,) in found[:limit]]
-        return dict(
-            object="list",
-            data=data,
-            first_id=data[0]["id"] if data else "",
-            last_id=data[-1]["id"] if data else "",
-            has_more=len(found) > limit,
-        )
+def find(store: BatchStore, kind: str, id: str, column: str = "object") -> dict[str, Any]:
+    "The 'file' or 'batch' with this `id`, or what is its `own`. Raises `BadRequest`."
+    for (found,) in store.rows(f"select {column} from objects where kind=? and id=?", kind, id):
+        return json.loads(found)
+    raise BadRequest(f"no {kind} {id!r:.80}", "not_found", f"{kind}_id")
+
+
+def page_of(
+    store: BatchStore,
+    kind: str,
+    after: str | None = None,
+    limit: int = 20,
+    order: str = "desc",
+    purpose: str | None = None,
+) -> dict[str, Any]:
+    """`limit` objects of `kind` behind that with the id `after`, as the API lists them. Raises
+    `BadRequest`."""
+    if order not in ("asc", "desc"):
+        raise BadRequest(f"order must be 'asc' or 'desc', got {order!r:.40}", param="order")
+    start = store.rows("select number from objects where kind=? and id=?", kind, after)
+    if after is not None and not start:
+        raise BadRequest(f"after must be the id of a {kind}, got {after!r:.80}", param="after")
+    found = store.rows(
+        f"""select object from objects where kind=?1 and (?2 is null or number {"<>"[order == "asc"]} ?2)
+        and (?3 is null or json_extract(object, '$.purpose')=?3) order by number {order} limit ?4""",
+        kind,
+        start[0][0] if start else None,
+        purpose or None,
+        limit + 1,
+    )
+    data = [json.loads(object) for (object,) in found[:limit]]
+    ends = [object["id"] for object in data] or [""]
+    more = len(found) > limit
+    return dict(object="list", data=data, first_id=ends[0], last_id=ends[-1], has_more=more)
+
+# %% ../../nbs/7_serve/42_batches.ipynb #b2st0004
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex[:24]}"
+
+
+def file_object(
+    id: str, filename: str, purpose: str, size: int, now: int, expires_after: int | None = None
+) -> dict[str, Any]:
+    "A file as the API shows it. A `filename` that is no text in UTF-8 loses what is not."
+    return dict(
+        id=id,
+        object="file",
+        bytes=size,
+        created_at=now,
+        filename=filename.encode(errors="replace").decode(),
+        purpose=purpose,
+        status="processed",
+        **({} if expires_after is None else dict(expires_at=now + expires_after)),
+    )
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b238f46f
 class NewFile:
     """A file on its way into `store`: `write` its parts, then `keep` it; what is not kept is
     dropped at the end of the `with`."""
 
-    def __init__(self, store: FileStore, id: str) -> None:
-        self.store, self.id, self.size, self.kept = store, id, 0, False
-        self.f: BinaryIO = open(self.part, "xb")
-
-    @property
-    def part(self) -> Path:
-        "What its bytes are called until it is kept."
-        return self.store.path(self.id, ".part")
+    def __init__(self, store: BatchStore) -> None:
+        self.store, self.id, self.size, self.kept = store, new_id("file-"), 0, False
+        self.part = store.file(self.id, ".part")
+        self.f = open(self.part, "xb")
 
     def write(self, data: bytes) -> None:
         self.size += len(data)
@@ -323,11 +287,10 @@ class NewFile:
         self.f.flush()
         os.fsync(self.f.fileno())
         self.f.close()
-        with self.store.table.change():
-            object = self.store.enter(self.id, filename, purpose, self.size, expires_after)
-            os.replace(
-                self.part, self.store.path(self.id)
-            )  # before the object is there for good: what is listed has its bytes
+        object = file_object(self.id, filename, purpose, self.size, self.store.now(), expires_after)
+        with self.store.change() as db:
+            put(db, object)
+            os.replace(self.part, self.store.file(self.id))  # what is listed has its bytes
         self.kept = True
         return object
 
@@ -338,199 +301,166 @@ class NewFile:
         with suppress(OSError):
             self.f.close()
         if not self.kept:
-            for path in (self.part, self.store.path(self.id)):
+            for path in (self.part, self.store.file(self.id)):
                 path.unlink(missing_ok=True)
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b238f471
-class FileStore:
-    "Files in `table`, and their bytes in a folder beside it."
+def create_file(
+    store: BatchStore,
+    filename: str,
+    data: bytes | Iterable[bytes],
+    purpose: str = "batch",
+    expires_after: int | None = None,
+) -> dict[str, Any]:
+    "Keep `data`, all of it or its parts: the file object. Raises `OSError`."
+    with NewFile(store) as f:
+        for part in [data] if isinstance(data, bytes) else data:
+            f.write(part)
+        return f.keep(filename, purpose, expires_after)
 
-    def __init__(self, table: ObjectTable) -> None:
-        self.table = table
 
-    def path(self, id: str, state: str = "") -> Path:
-        """Where the bytes of file `id`, made by us, lie. `state`: '.part' while they come,
-        '.gone' while they are removed."""
-        return self.table.path / "files" / f"{id}.jsonl{state}"
+def remove_file(store: BatchStore, id: str, wait: bool = True) -> None:
+    "Remove file `id`. `wait`: for other changes. Raises `BadRequest`, also while a batch reads it."
+    find(store, "file", id)  # no other id becomes a path
+    path, gone = store.file(id), store.file(id, ".gone")
+    try:
+        with store.change(wait) as db:
+            for (batch,) in store.rows(
+                """select id from objects where kind='batch' and not ended
+                and json_extract(object, '$.input_file_id')=?""",
+                id,
+            ):
+                why = f"{batch} reads {id}: cancel it, or wait for its end"
+                raise BadRequest(why, "file_in_use", "file_id")
+            db.execute("delete from objects where id=?", (id,))
+            with suppress(FileNotFoundError):
+                os.replace(path, gone)
+    except BaseException:
+        with suppress(OSError):
+            os.replace(gone, path)
+        raise
+    gone.unlink(missing_ok=True)  # only now: what is listed is there
 
-    def new(self) -> NewFile:
-        return NewFile(self, f"file-{uuid.uuid4().hex[:24]}")
 
-    def create(
-        self,
-        filename: str,
-        data: bytes | Iterable[bytes],
-        purpose: str = "batch",
-        expires_after: int | None = None,
-    ) -> dict[str, Any]:
-        "Keep `data`, all of it or its parts: the file object. Raises `OSError`."
-        with self.new() as f:
-            for part in [data] if isinstance(data, bytes) else data:
-                f.write(part)
-            return f.keep(filename, purpose, expires_after)
+def sweep_files(store: BatchStore) -> BatchStore:
+    "`store` without the files whose end has come; they stay while others make changes."
+    for (id,) in store.rows("select id from objects where kind='file' and expires<=?", store.now()):
+        with suppress(sqlite3.OperationalError, BadRequest):
+            remove_file(store, id, wait=False)
+    return store
 
-    def enter(
-        self, id: str, filename: str, purpose: str, size: int, expires_after: int | None = None
-    ) -> dict[str, Any]:
-        "Make the file object; inside `change`. A name that is no text in UTF-8 loses what is not."
-        now, filename = self.table.now(), filename.encode(errors="replace").decode()
-        expires = {} if expires_after is None else dict(expires_at=now + expires_after)
-        object = dict(
-            id=id,
-            object="file",
-            bytes=size,
-            created_at=now,
-            filename=filename,
-            purpose=purpose,
-            status="processed",
-            **expires,
-        )
-        self.table.put(object)
-        return object
 
-    def in_use(self, id: str) -> str | None:
-        "The id of an unfinished batch that reads file `id`, or None."
-        sql = "select id from objects where kind='batch' and not ended and json_extract(object, '$.input_file_id')=?"
-        return next((batch for (batch,) in self.table.rows(sql, id)), None)
+def get_file(store: BatchStore, id: str) -> dict[str, Any]:
+    "The file object. Raises `BadRequest`."
+    return find(sweep_files(store), "file", id)
 
-    def sweep(self) -> None:
-        "Remove files whose end has come; later, while others make changes."
-        for (id,) in self.table.rows(
-            "select id from objects where kind='file' and expires<=?", self.table.now()
-        ):
-            with suppress(sqlite3.OperationalError):
-                if not self.in_use(id):
-                    self._remove(id, wait=False)
 
-    def _remove(self, id: str, wait: bool = True) -> None:
-        path, gone = self.path(id), self.path(id, ".gone")
-        try:
-            with self.table.change(wait) as db:
-                db.execute("delete from objects where id=?", (id,))
-                with suppress(FileNotFoundError):
-                    os.replace(path, gone)
-        except BaseException:
-            with suppress(OSError):
-                os.replace(gone, path)
-            raise
-        gone.unlink(missing_ok=True)  # only now: what is listed is there
+def open_file(store: BatchStore, id: str) -> BinaryIO:
+    "The bytes of file `id`, to be read. Raises `BadRequest`."
+    get_file(store, id)
+    try:
+        return open(store.file(id), "rb")
+    except FileNotFoundError:
+        raise BadRequest(f"the bytes of file {id} are gone", "not_found", "file_id") from None
 
-    def get(self, id: str) -> dict[str, Any]:
-        "The file object. Raises `ApiError`."
-        self.sweep()
-        return self.table.find("file", id)[0]
+# %% ../../nbs/7_serve/42_batches.ipynb #b2st0006
+def drop_journal(output: Path) -> None:
+    "Take away what a job keeps beside `output` while it runs, and nothing else."
+    drop_side(output)
+    with suppress(OSError):
+        (side_of(output) / "lock").unlink(missing_ok=True)
+    with suppress(OSError):
+        side_of(output).rmdir()  # if it is there, and nobody put something into it
 
-    def open(self, id: str) -> BinaryIO:
-        "The bytes of file `id`, to be read. Raises `ApiError`."
-        self.get(id)
-        try:
-            return open(self.path(id), "rb")
-        except FileNotFoundError:
-            raise ApiError(
-                f"the bytes of file {id} are gone", 404, "not_found", "file_id"
-            ) from None
 
-    def delete(self, id: str) -> dict[str, Any]:
-        "Remove file `id`: what the API answers. Raises `ApiError`, also while a batch reads it."
-        with self.table.mutex:
-            self.get(id)
-            if batch := self.in_use(id):
-                raise ApiError(
-                    f"{batch} reads {id}: cancel it, or wait for its end",
-                    409,
-                    "file_in_use",
-                    "file_id",
-                )
-            self._remove(id)
-        return dict(id=id, object="file", deleted=True)
+def clear_leftovers(store: BatchStore) -> None:
+    """Bring the folder of files into line with the table of `store`; what that does not name goes
+    to the folder `lost`.
 
-    def page(
-        self,
-        after: str | None = None,
-        limit: int = 10_000,
-        order: str = "desc",
-        purpose: str | None = None,
-    ) -> dict[str, Any]:
-        "A page of files, see `ObjectTable.page`."
-        self.sweep()
-        return self.table.page("file", after, limit, order, purpose)
+    Of names that no server gives nothing is touched, and no folder but those of journals. An
+    upload that broke off, an empty file, and what was being removed or was beside answers that
+    are complete are deleted."""
+    known = {id for (id,) in store.rows("select id from objects where kind='file'")}
+    owned = store.rows("select own from objects where kind='batch' and not ended")
+    written = {id for (own,) in owned for id in json.loads(own).values()}
+    lost, to = 0, store.path / "lost"
+    for path in sorted((store.path / "files").iterdir()):
+        if not (made := MADE.fullmatch(path.name)):
+            continue
+        (id, state), whole = made.groups(), store.file(made[1])
+        if state == ".batchlab":
+            if id not in written:
+                drop_journal(whole)
+        elif not path.is_file() or not state and id in known | written:
+            pass
+        elif state in (".part", ".gone") and id in known and not whole.exists():
+            path.rename(whole)  # killed between the two
+        elif state or not path.stat().st_size:
+            path.unlink()
+        elif not (to / path.name).exists():
+            to.mkdir(exist_ok=True)
+            path.rename(to / path.name)
+            lost += 1
+    if lost:
+        log.warning("%s of files and answers moved to %s: no state.sqlite names them", lost, to)
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62
-ENDED = "failed", "completed", "expired", "cancelled"
-WINDOWS = {"24h": 24 * 3600}
+WINDOW = 24 * 3600
 
 
-def check_metadata(given: Any) -> dict[str, str] | None:
-    "`given`, if it is what the API takes as metadata. Raises `ApiError`."
-    text = lambda x, most: isinstance(x, str) and len(x) <= most
-    if (
-        given is None
-        or isinstance(given, dict)
-        and len(given) <= 16
-        and all(text(k, 64) and text(v, 512) for k, v in given.items())
-    ):
-        return given
-    raise ApiError(
-        "metadata must be at most 16 pairs of strings, keys up to 64 characters and values up to "
-        "512",
-        param="metadata",
-    )
+class Expiry(Body):
+    "When a file is to be removed."
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=2592000, strict=False)]  # strings in a form
 
 
-def check_expiry(given: Any, name: str) -> int | None:
-    "Seconds of `given`, a `{'anchor': 'created_at', 'seconds': …}`, or None. Raises `ApiError`."
-    if given is None:
-        return None
-    seconds = (
-        given.get("seconds")
-        if isinstance(given, dict) and given.get("anchor") == "created_at"
-        else None
-    )
-    with suppress(ValueError):
-        if isinstance(seconds, str):
-            seconds = int(seconds)  # from a form
-    if type(seconds) is int and 3600 <= seconds <= 2592000:
-        return seconds
-    raise ApiError(
-        f"{name} must have anchor 'created_at' and seconds from 3600 to 2592000, got {given!r:.80}",
-        param=name,
-    )
+class NewBatch(Body):
+    "What a client asks for; keys that are not here change nothing."
+
+    model_config = ConfigDict(extra="ignore")
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: Expiry | None = None
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62-1
-def new_batch(body: dict[str, Any], now: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The batch object that `body` asks for at time `now`, and what belongs to it. Raises
-    `ApiError`."""
-    for k in ("input_file_id", "endpoint", "completion_window"):
-        if not isinstance(body.get(k), str):
-            raise ApiError(f"{k} must be a string, got {body.get(k)!r:.60}", param=k)
-    endpoint, window = body["endpoint"], body["completion_window"]
-    if endpoint not in URLS:
-        raise ApiError(
-            f"endpoint must be one of {', '.join(URLS)}, got {endpoint!r:.60}", param="endpoint"
-        )
-    if window not in WINDOWS:
-        raise ApiError(
-            f"completion_window must be '24h', got {window!r:.60}", param="completion_window"
-        )
-    metadata, expires = (
-        check_metadata(body.get("metadata")),
-        check_expiry(body.get("output_expires_after"), "output_expires_after"),
-    )
+def create_batch(store: BatchStore, body: dict[str, Any]) -> dict[str, Any]:
+    "The new batch that `body` asks for. Raises `BadRequest`."
+    with about(body):
+        asked = read(NewBatch, body)
+        if asked.endpoint not in URLS:
+            raise ParamError(
+                field="endpoint", value=asked.endpoint, want=f"one of {', '.join(URLS)}"
+            )
+    now, expiry = store.now(), asked.output_expires_after
     batch = dict(
-        id=f"batch_{uuid.uuid4().hex[:24]}",
+        id=new_id("batch_"),
         object="batch",
-        endpoint=endpoint,
-        input_file_id=body["input_file_id"],
-        completion_window=window,
+        **asked.model_dump(exclude={"output_expires_after"}, exclude_none=True),
         status="validating",
         created_at=now,
-        expires_at=now + WINDOWS[window],
+        expires_at=now + WINDOW,
         request_counts=dict(total=0, completed=0, failed=0),
-        **({} if metadata is None else dict(metadata=metadata)),
     )
-    return batch, {k: f"file-{uuid.uuid4().hex[:24]}" for k in ("output", "error")} | dict(
-        expires=expires
-    )
+    own = dict(output=new_id("file-"), error=new_id("file-"), expires=expiry and expiry.seconds)
+    with store.change() as db:  # nobody removes the file meanwhile
+        purpose = find(store, "file", asked.input_file_id)["purpose"]
+        if purpose != "batch":
+            raise BadRequest(
+                f"{asked.input_file_id} is of purpose {purpose!r}: upload it with purpose 'batch'",
+                param="input_file_id",
+            )
+        put(db, batch, own)
+    return batch
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e64
 def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]:
@@ -557,176 +487,84 @@ def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]
     )
     return counts, usage, expired
 
-
-def drop_journal(output: Path) -> None:
-    "Take away what a job keeps beside `output` while it runs, and nothing else."
-    drop_side(output)
-    with suppress(OSError):
-        (side_of(output) / "lock").unlink(missing_ok=True)
-    with suppress(OSError):
-        side_of(output).rmdir()  # if it is there, and nobody put something into it
-
-
-def clear_leftovers(table: ObjectTable) -> list[Path]:
-    """Bring the folder of files into line with `table`; what the table does not name goes to the
-    folder `lost`: its new paths.
-
-    Of names that no server gives nothing is touched, and no folder but those of journals. An
-    upload that broke off, an empty file, and what was being removed or was beside answers that
-    are complete are deleted."""
-    known = {id for (id,) in table.rows("select id from objects where kind='file'")}
-    written = {
-        id
-        for (own,) in table.rows("select own from objects where kind='batch' and not ended")
-        for id in json.loads(own).values()
-    }
-    lost = []
-    for path in sorted((table.path / "files").iterdir()):
-        if not (made := MADE.fullmatch(path.name)):
-            continue
-        (id, state), whole = made.groups(), path.with_name(f"{made[1]}.jsonl")
-        if state == ".batchlab":
-            if id not in written:
-                drop_journal(whole)
-        elif not path.is_file() or not state and id in known | written:
-            pass
-        elif state in (".part", ".gone") and id in known and not whole.exists():
-            path.rename(whole)  # killed between the two
-        elif state or not path.stat().st_size:
-            path.unlink()
-        elif not (to := table.path / "lost" / path.name).exists():
-            to.parent.mkdir(exist_ok=True)
-            lost.append(path.rename(to))
-    return lost
-
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e66
-class BatchStore:
-    """Batches and files in folder `path`, where no other server may be. `clock`: gives seconds
-    since 1970. Raises `JobError`."""
+def get_batch(store: BatchStore, id: str) -> dict[str, Any]:
+    "The batch object. Raises `BadRequest`."
+    return find(store, "batch", id)
 
-    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.table = ObjectTable(path, clock)
-        self.files = FileStore(self.table)
-        try:
-            lost = clear_leftovers(self.table)
-        except OSError as e:
-            raise JobError(f"can't keep files and batches in {path} ({e.strerror or e})") from e
-        if lost:
-            why = (
-                "there is no table, or an empty one"
-                if self.table.new
-                else "the table does not name them"
-            )
-            log.warning(
-                "%s of files and answers moved from %s to %s: %s (state.sqlite)",
-                len(lost),
-                self.table.path / "files",
-                lost[0].parent,
-                why,
-            )
 
-    def close(self) -> None:
-        "Let another server have the folder. The runner must have stopped."
-        self.table.close()
+def next_batch(store: BatchStore) -> dict[str, Any] | None:
+    "The first batch that has not ended, those to be cancelled before others; or None."
+    rows = store.rows("""select object from objects where kind='batch' and not ended
+        order by json_extract(object, '$.status') <> 'cancelling', number limit 1""")
+    return json.loads(rows[0][0]) if rows else None
 
-    def create(self, body: dict[str, Any]) -> dict[str, Any]:
-        "The new batch that `body` asks for. Raises `ApiError`."
-        batch, own = new_batch(body, self.table.now())
-        with self.table.change():  # nobody removes the file meanwhile
-            file = self.files.table.find("file", batch["input_file_id"])[0]
-            if file["purpose"] != "batch":
-                raise ApiError(
-                    f"{file['id']} is of purpose {file['purpose']!r}: upload it with purpose "
-                    "'batch'",
-                    param="input_file_id",
-                )
-            self.table.put(batch, False, own)
-        return batch
 
-    def get(self, id: str) -> dict[str, Any]:
-        "The batch object. Raises `ApiError`."
-        return self.table.find("batch", id)[0]
+def move_batch(store: BatchStore, id: str, status: str, **more: Any) -> dict[str, Any]:
+    """Let batch `id` be in another state, unless it has ended or is to be cancelled; `more` of
+    its fields change too. Returns it."""
+    with store.change() as db:
+        batch = get_batch(store, id)
+        if batch["status"] in ENDED:
+            return batch
+        batch |= more
+        if batch["status"] != "cancelling":
+            batch |= {"status": status, f"{status}_at": store.now()}
+        put(db, batch)
+    return batch
 
-    def paths(self, id: str) -> tuple[Path, Path]:
-        "Where the answers and the failures of batch `id` are written."
-        own = self.table.find("batch", id)[1]
-        return self.files.path(own["output"]), self.files.path(own["error"])
 
-    def next(self) -> dict[str, Any] | None:
-        "The first batch that has not ended, those to be cancelled before others; or None."
-        rows = self.table.rows("""select object from objects where kind='batch' and not ended
-            order by json_extract(object, '$.status') <> 'cancelling', number limit 1""")
-        return json.loads(rows[0][0]) if rows else None
+def cancel_batch(store: BatchStore, id: str) -> dict[str, Any]:
+    """Ask for the end of batch `id`; one whose turn has not come ends at once. Returns it. Raises
+    `BadRequest`."""
+    with store.change() as db:
+        batch, now = get_batch(store, id), store.now()
+        if (status := batch["status"]) in ("cancelling", "cancelled"):
+            return batch
+        if status in ENDED:
+            why = f"{id} is {status}: there is nothing left to cancel"
+            raise BadRequest(why, "batch_ended", "batch_id")
+        batch |= dict(status="cancelling", cancelling_at=now)
+        if status == "validating" and "model" not in batch:
+            batch |= dict(status="cancelled", cancelled_at=now)
+        put(db, batch)
+    return batch
 
-    def move(self, id: str, status: str, **more: Any) -> dict[str, Any]:
-        """Let batch `id` be in another state, unless it has ended or is to be cancelled; `more`
-        of its fields change too. Returns it."""
-        with self.table.change():
-            batch = self.get(id)
-            if batch["status"] in ENDED:
-                return batch
-            batch |= more
-            if batch["status"] != "cancelling":
-                batch |= {"status": status, f"{status}_at": self.table.now()}
-            self.table.put(batch, False)
-        return batch
+# %% ../../nbs/7_serve/42_batches.ipynb #b2st0008
+def answer_paths(store: BatchStore, id: str) -> tuple[Path, Path]:
+    "Where the answers and the failures of batch `id` are written."
+    own = find(store, "batch", id, "own")
+    return store.file(own["output"]), store.file(own["error"])
 
-    def cancel(self, id: str) -> dict[str, Any]:
-        """Ask for the end of batch `id`; one whose turn has not come ends at once. Returns it.
-        Raises `ApiError`."""
-        with self.table.change():
-            batch, now = self.get(id), self.table.now()
-            if batch["status"] in ENDED and batch["status"] != "cancelled":
-                raise ApiError(
-                    f"{id} is {batch['status']}: there is nothing left to cancel",
-                    409,
-                    "batch_ended",
-                    "batch_id",
-                )
-            if batch["status"] in ("cancelling", "cancelled"):
-                return batch
-            waits = batch["status"] == "validating" and "model" not in batch
-            batch |= (
-                dict(status="cancelled", cancelling_at=now, cancelled_at=now)
-                if waits
-                else dict(status="cancelling", cancelling_at=now)
-            )
-            self.table.put(batch, waits)
-        return batch
 
-    def end(self, id: str, status: str, **more: Any) -> dict[str, Any]:
-        "Batch `id` is at its end, and its answers become files. Returns it."
-        paths = self.paths(id)
-        counts, usage, expired = read_answers(paths)
-        sizes = [p.stat().st_size if p.exists() else 0 for p in paths]
-        with self.table.change():
-            batch, own = self.table.find("batch", id)
-            if expired and status == "completed":
-                status = "expired"
-            if batch["status"] == "cancelling" and status != "failed":
-                status = "cancelled"
-            for k, size in zip(("output", "error"), sizes):
-                if not size:
-                    continue
-                self.files.enter(own[k], f"{id}_{k}.jsonl", "batch_output", size, own["expires"])
+def end_batch(store: BatchStore, id: str, status: str, **more: Any) -> dict[str, Any]:
+    "Batch `id` is at its end, with `more` fields, and its answers become files. Returns it."
+    paths = answer_paths(store, id)
+    counts, usage, expired = read_answers(paths)
+    sizes = [p.stat().st_size if p.exists() else 0 for p in paths]
+    with store.change() as db:
+        batch, own = get_batch(store, id), find(store, "batch", id, "own")
+        now = store.now()
+        if batch["status"] in ENDED:
+            return batch
+        if expired and status == "completed":
+            status = "expired"
+        if batch["status"] == "cancelling" and status != "failed":
+            status = "cancelled"
+        for k, size in zip(("output", "error"), sizes):
+            if size:
+                name = f"{id}_{k}.jsonl"
+                put(db, file_object(own[k], name, "batch_output", size, now, own["expires"]))
                 batch[f"{k}_file_id"] = own[k]
-            counts = dict(
-                total=max(batch["request_counts"]["total"], sum(counts)),
-                completed=counts[0],
-                failed=counts[1],
-            )
-            batch |= {
-                "status": status,
-                f"{status}_at": self.table.now(),
-                "request_counts": counts,
-                "usage": usage,
-            } | more
-            self.table.put(batch, True)
-        for path, size in zip(paths, sizes):
-            drop_journal(path)
-            if not size:
-                path.unlink(missing_ok=True)
-        return batch
+        total = max(batch["request_counts"]["total"], sum(counts))
+        counts = dict(total=total, completed=counts[0], failed=counts[1])
+        batch |= {"status": status, f"{status}_at": now, "request_counts": counts, "usage": usage}
+        put(db, batch | more)
+    for path, size in zip(paths, sizes):
+        drop_journal(path)
+        if not size:
+            path.unlink(missing_ok=True)
+    return batch | more
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b20f13c1
 PRIORITY = 1_000_000  # behind whatever a client asks for
@@ -842,6 +680,7 @@ class Workers(Protocol):
         ...
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b27b7b30
+@dataclass(eq=False)
 class BatchRunner:
     """Runs the batches of `store` through `llm`, whose own thread makes the steps, beside other
     requests; from `start` to `stop`.
@@ -849,142 +688,120 @@ class BatchRunner:
     `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be
     read, or with an id twice, fails before it begins, as at OpenAI; else such a line fails
     alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if
-    given."""
+    given. `others`: further names of the model, that lines may ask for."""
 
-    def __init__(
-        self,
-        store: BatchStore,
-        llm: LLM,
-        model_name: str | None = None,
-        fail_whole: bool = False,
-        look_ahead: int = 256,
-        workers: Workers | None = None,
-    ) -> None:
-        self.store, self.llm, self.fail_whole, self.look_ahead, self.workers = (
-            store,
-            llm,
-            fail_whole,
-            look_ahead,
-            workers,
-        )
-        self.model_name = model_name or name_of(llm.model)
+    store: BatchStore
+    llm: LLM
+    model_name: str | None = None
+    fail_whole: bool = False
+    look_ahead: int = 256
+    workers: Workers | None = None
+    others: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self.model_name = self.model_name or name_of(self.llm.model)
         self.changed, self.stopping = threading.Condition(), False
-        self.others: Collection[str] = ()  # further names of the model, that lines may ask for
         self.thread: threading.Thread | None = None
         self.job: BatchJob | None = None  # that runs now
-        self.cancelled: set[str] = set()
 
     def start(self) -> Self:
         "Start the engine's thread and the runner's."
         self.llm.start()
         if self.thread is None or not self.thread.is_alive():
             self.stopping = False
-            self.thread = threading.Thread(target=self._run, name="batchlab-batches", daemon=True)
+            how: Any = dict(name="batchlab-batches", daemon=True)
+            self.thread = threading.Thread(target=run_batches, args=[self], **how)
             self.thread.start()
         return self
 
     def stop(self) -> None:
         """End the thread. A batch that is running goes on at the next start. The engine's thread
         goes on now: stop it after this."""
-        with self.changed:
-            self.stopping = True
-            self.changed.notify_all()
+        self.stopping = True
+        self.wake()
         if self.thread:
             self.thread.join()
         self.thread = None
 
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
-        "The new batch that `body` asks for, which waits for its turn. Raises `ApiError`."
-        batch = self.store.create(body)
-        with self.changed:
-            self.changed.notify_all()
+        "The new batch that `body` asks for, which waits for its turn. Raises `BadRequest`."
+        batch = create_batch(self.store, body)
+        self.wake()
         return batch
 
     def cancel(self, id: str) -> dict[str, Any]:
-        "Ask for the end of batch `id`: the batch. Raises `ApiError`."
-        batch = self.store.cancel(id)
+        "Ask for the end of batch `id`: the batch. Raises `BadRequest`."
+        batch = cancel_batch(self.store, id)
+        self.wake()
+        return show_batch(self, batch)
+
+    def wake(self) -> None:
         with self.changed:
-            self.cancelled.add(id)
             self.changed.notify_all()
-        return self.show(batch)
 
-    def show(self, batch: dict[str, Any]) -> dict[str, Any]:
-        "`batch` with the counts of this moment."
-        job = self.job
-        r = (
-            getattr(job, "result", None)
-            if job and job.id == batch["id"] and batch["status"] not in ENDED
-            else None
-        )
-        return (
-            batch
-            if r is None
-            else batch
-            | dict(request_counts=dict(total=r.total, completed=r.answered, failed=r.failed))
-        )
+# %% ../../nbs/7_serve/42_batches.ipynb #b2st0010
+def show_batch(runner: BatchRunner, batch: dict[str, Any]) -> dict[str, Any]:
+    "`batch` with the counts of this moment."
+    job = runner.job
+    r = getattr(job, "result", None)  # while its lines run
+    if not job or r is None or job.id != batch["id"] or batch["status"] in ENDED:
+        return batch
+    counts = dict(total=r.total, completed=r.answered, failed=r.failed)
+    return batch | dict(request_counts=counts)
 
-    def engine(self, job: BatchJob) -> Any:
-        """What runs the lines of `job`, once it is there: the engine here or the workers, or
-        None if the batch is to end first. Raises `EngineError`."""
-        return self.workers.wait(job.ends) if self.workers else self.llm
 
-    def _run(self) -> None:
-        tries = 0  # of this batch, since something went wrong
-        while True:
-            try:
-                with self.changed:
-                    if self.stopping:
-                        return
-                    if (batch := self.store.next()) is None:
-                        self.changed.wait()
-                        continue
-                run_batch(self, batch)
-                tries = 0
-            except (
-                Exception
-            ) as e:  # no room for the table, or no engine: all of it can be done again
-                if isinstance(e, EngineError) and not self.workers:
-                    return log.warning("%s: batches wait until the server is started again", e)
-                log.error("a batch can not go on, and is tried again: %s", e)
-                with self.changed:
-                    self.stopping or self.changed.wait(min(60, 2**tries))
-                tries += 1
-            finally:
-                self.job = None
+def run_batches(runner: BatchRunner) -> None:
+    "Run one batch after the other until `runner` is to stop, or has no engine any more."
+    tries = 0  # of this batch, since something went wrong
+    while True:
+        try:
+            with runner.changed:
+                if runner.stopping:
+                    return
+                if (batch := next_batch(runner.store)) is None:
+                    runner.changed.wait()
+                    continue
+            run_batch(runner, batch)
+            tries = 0
+        except Exception as e:  # no room for the table, or no engine: it can be done again
+            if isinstance(e, EngineError) and not runner.workers:
+                return log.warning("%s: batches wait until the server is started again", e)
+            log.error("a batch can not go on, and is tried again: %s", e)
+            with runner.changed:
+                runner.stopping or runner.changed.wait(min(60, 2**tries))
+            tries += 1
+        finally:
+            runner.job = None
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22a1011
-def errors_of(*errors: dict[str, Any]) -> dict[str, Any]:
+def error_list(*errors: dict[str, Any]) -> dict[str, Any]:
     "The `errors` of a batch."
-    return dict(
-        object="list",
-        data=[dict(code="invalid_request", message="", line=None, param=None) | e for e in errors],
-    )
+    blank = dict(code="invalid_request", message="", line=None, param=None)
+    return dict(object="list", data=[blank | e for e in errors])
 
 
 def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
     """The `errors` of a batch that `e` ended. What it says of the server's `folder` and of
     commands is not for clients."""
-    if isinstance(e.__cause__, OSError) and (error := disk_error(e.__cause__)).status == 507:
-        return errors_of(
-            dict(
-                code=error.code,
-                message="the disk of the server is full: what is answered is in the output file; "
-                "make room there, and submit the other lines again",
-            )
+    code = "server_error"
+    if isinstance(cause := e.__cause__, OSError) and disk_error(cause).code == "disk_full":
+        code, text = (
+            "disk_full",
+            (
+                "the disk of the server is full: what is answered is in the output file; make room "
+                "there, and submit the other lines again"
+            ),
         )
-    if not isinstance(e, JobError):
+    elif isinstance(e, JobError):
+        text = e.to_client("this batch").replace(f"{folder}{os.sep}", "")
+    else:
         log.error("a batch failed", exc_info=e)
-        return errors_of(
-            dict(
-                code="server_error",
-                message=f"the server failed with {type(e).__name__}: submit the lines without an "
-                "answer again",
-            )
+        text = (
+            f"the server failed with {type(e).__name__}: submit the lines without an answer again"
         )
-    text = e.to_client("this batch").replace(f"{folder}{os.sep}", "")
-    return errors_of(dict(code="server_error", message=text))
+    return error_list(dict(code=code, message=text))
 
-
+# %% ../../nbs/7_serve/42_batches.ipynb #b2st0013
 def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
     """How many lines `job` has, and the errors of the first hundred that can't be read, or ask
     for a model that `llm` is not."""
@@ -997,55 +814,54 @@ def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
             except ValueError as e:
                 line.failure = getattr(e, "code", "invalid_request"), str(e)
         if line.failure and len(found) < 100:
-            found.append(dict(code=line.failure[0], message=line.failure[1], line=line.number))
+            code, message = line.failure
+            found.append(dict(code=code, message=message, line=line.number))
     return total, found
 
 
 def validate(runner: BatchRunner, job: BatchJob) -> str:
     "Look at the lines of `job`, and let its batch begin or fail: the state it has then."
-    total, found = (
-        check_lines(job, runner.llm) if runner.fail_whole else (sum(1 for _ in job.raw()), [])
-    )
+    store, found = runner.store, []
+    if runner.fail_whole:
+        total, found = check_lines(job, runner.llm)
+    else:
+        total = sum(1 for _ in job.raw())
     if not total:
-        found = [
-            dict(
-                code="empty_file",
-                message="the file has no requests in it: upload one with a request in each line",
-            )
-        ]
+        why = "the file has no requests in it: upload one with a request in each line"
+        found = [dict(code="empty_file", message=why)]
     if found:
-        return runner.store.end(job.id, "failed", errors=errors_of(*found))["status"]
-    counts = dict(total=total, completed=0, failed=0)
-    return runner.store.move(job.id, "in_progress", model=runner.model_name, request_counts=counts)[
-        "status"
-    ]
+        return end_batch(store, job.id, "failed", errors=error_list(*found))["status"]
+    more: Any = dict(
+        model=runner.model_name, request_counts=dict(total=total, completed=0, failed=0)
+    )
+    return move_batch(store, job.id, "in_progress", **more)["status"]
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22a1013
-def end_of(runner: BatchRunner, batch: dict[str, Any]) -> str | None:
-    "Why `batch` is to end before its lines are done, or None."
+def end_of(runner: BatchRunner, id: str) -> str | None:
+    "Why batch `id` is to end before its lines are done, or None."
     if runner.stopping:
         return "stop"
-    if batch["id"] in runner.cancelled:
+    batch = get_batch(runner.store, id)
+    if batch["status"] == "cancelling":
         return "cancel"
-    return "expired" if runner.store.table.now() >= batch["expires_at"] else None
+    return "expired" if runner.store.now() >= batch["expires_at"] else None
 
 
 def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
     "The job that answers the lines of `batch`."
-    output, errors = runner.store.paths(batch["id"])
+    store, id = runner.store, batch["id"]
     return BatchJob(
-        runner.store.files.path(batch["input_file_id"]),
-        output,
-        errors,
+        store.file(batch["input_file_id"]),
+        *answer_paths(store, id),
         form="batch",
         look_ahead=runner.look_ahead,
         model_name=runner.model_name,
         say=log.debug,
         use_tqdm=False,
         others=runner.others,
-        id=batch["id"],
+        id=id,
         endpoint=batch["endpoint"],
-        ends=lambda: end_of(runner, batch),
+        ends=lambda: end_of(runner, id),
         run_of=runner.workers.run_of if runner.workers else LiveRun,
     )
 
@@ -1053,15 +869,14 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
 def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
     """Run the lines of `job` that have no answer, and give those an error whose time is over.
     Whether its batch can be ended now."""
-    engine = runner.engine(job)
-    if engine:
-        job.run(engine)
-    done = bool(engine) and job.result.done == job.result.total
-    why = None if done else job.ends()
+    engine = runner.workers.wait(job.ends) if runner.workers else runner.llm
+    if engine and job.run(engine).done == job.result.total:
+        return True
+    why = job.ends()
     if why == "expired":
         job.run_of = ExpiredRun
         job.run(engine or runner.llm)
-    return done or why in ("cancel", "expired")
+    return why in ("cancel", "expired")
 
 
 def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
@@ -1072,15 +887,11 @@ def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
     try:
         if status == "validating":
             status = validate(runner, job)
-        if status in ENDED:
+        if status in ENDED or status != "cancelling" and not run_lines(runner, job):
             return
-        if status != "cancelling" and not run_lines(runner, job):
-            return
-        store.move(id, "finalizing")
-        store.end(id, "completed")
+        move_batch(store, id, "finalizing")
+        end_batch(store, id, "completed")
     except (EngineError, OSError, sqlite3.Error):
         raise
     except Exception as e:
-        store.end(id, "failed", errors=failure_errors(e, store.table.path / "files"))
-    finally:
-        runner.cancelled.discard(id)
+        end_batch(store, id, "failed", errors=failure_errors(e, store.path / "files"))

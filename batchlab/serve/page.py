@@ -178,5 +178,5 @@ def page_router(batches: bool = False, names: Collection[str] | None = None) -> 
 
     for path, endpoint in (("/", page), ("/page/events", events)):
         endpoint.__annotations__ = dict(request=Request) if endpoint is events else {}
-        router.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        router.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
     return router

@@ -13,20 +13,26 @@ import inspect, json, os, sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import JobError
 from batchlab.serve.batches import (
-    ApiError,
     BatchRunner,
     BatchStore,
-    FileStore,
+    Expiry,
     NewFile,
-    check_expiry,
     disk_error,
+    get_batch,
+    get_file,
+    open_file,
+    page_of,
+    remove_file,
+    show_batch,
+    sweep_files,
 )
 from ..jobs.lines import json_object
-from ..jobs.schema import BadRequest
+from ..jobs.schema import BadRequest, about, error_body
+from ..jobs.settings import Body, read
 
 try:
     from fastapi import APIRouter, Request
@@ -39,8 +45,24 @@ except ImportError as e:
     raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a6
-def too_large(most: int) -> ApiError:
-    return ApiError(f"larger than {most:,} bytes: make several of it", 413, "too_large", "file")
+def too_large(most: int) -> BadRequest:
+    return BadRequest(f"larger than {most:,} bytes: make several of it", "too_large", "file")
+
+
+class Fields(Body):
+    "The fields of a form beside its file; others change nothing."
+
+    purpose: Literal["batch"]
+    expires_after: Expiry | None = None
+
+
+def fields_of(form: dict[str, str]) -> Fields:
+    "What stands in `form`, a text for each of its fields. Raises `BadRequest`."
+    keys = {k: f"expires_after[{k}]" for k in ("anchor", "seconds")}
+    expiry = {k: form[name] for k, name in keys.items() if name in form} or None
+    given = dict(purpose=form.get("purpose"), expires_after=expiry)
+    with about(given):
+        return read(Fields, given)
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a6-1
 class Upload:
@@ -53,7 +75,9 @@ class Upload:
         self.name, self.header, self.whole = "", [b"", b""], False
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            raise ApiError("expected a form (multipart/form-data) with the fields file and purpose")
+            raise BadRequest(
+                "expected a form (multipart/form-data) with the fields file and purpose"
+            )
         calls: Any = dict(
             on_part_begin=self._part_begin,
             on_part_data=self._part_data,
@@ -77,7 +101,7 @@ class Upload:
         options = parse_options_header(value)[1]
         self.name = options.get(b"name", b"").decode(errors="replace")
         if self.name in self.fields:
-            raise ApiError(f"the field {self.name!r:.40} comes twice", param=self.name[:40])
+            raise BadRequest(f"the field {self.name!r:.40} comes twice", param=self.name[:40])
         self.fields[self.name] = options.get(b"filename", b"") if self.name == "file" else b""
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
@@ -88,39 +112,35 @@ class Upload:
         elif self.name:
             self.fields[self.name] += data[start:end]
             if len(self.fields[self.name]) > 4096:
-                raise ApiError(f"the field {self.name!r:.40} is too long", param=self.name[:40])
+                raise BadRequest(f"the field {self.name!r:.40} is too long", param=self.name[:40])
 
     def feed(self, chunk: bytes) -> None:
-        "Take the next bytes. Raises `ApiError`, `OSError`."
+        "Take the next bytes. Raises `BadRequest`, `OSError`."
         try:
             self.parser.write(chunk)
         except FormParserError as e:
-            raise ApiError(f"the form can not be read ({e})") from None
+            raise BadRequest(f"the form can not be read ({e})") from None
 
     def finish(self) -> dict[str, Any]:
-        "All has come: the file object. Raises `ApiError`, `OSError`."
+        "All has come: the file object. Raises `BadRequest`, `OSError`."
         if not self.whole:
-            raise ApiError("the form breaks off: send all of it")
+            raise BadRequest("the form breaks off: send all of it")
         text = {k: v.decode(errors="replace") for k, v in self.fields.items()}
         if "file" not in text:
-            raise ApiError("the form has no file", param="file")
-        if (purpose := text.get("purpose")) != "batch":
-            raise ApiError(f"purpose must be 'batch', got {purpose!r:.40}", param="purpose")
-        keys = {k: f"expires_after[{k}]" for k in ("anchor", "seconds")}
-        expiry = {k: text[name] for k, name in keys.items() if name in text} or None
-        expires = check_expiry(expiry, "expires_after")
-        return self.new.keep(text["file"] or "upload", purpose, expires)
+            raise BadRequest("the form has no file", param="file")
+        asked = fields_of(text)
+        expires = asked.expires_after and asked.expires_after.seconds
+        return self.new.keep(text["file"] or "upload", asked.purpose, expires)
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31
-def page_of(query: Any, most: int, default: int) -> dict[str, Any]:
+def page_asked(query: Any, most: int, default: int) -> dict[str, Any]:
     """What `query` says of a page: where it begins, and how many objects it has, `most` at most.
-    Raises `ApiError`."""
+    Raises `BadRequest`."""
     given = query.get("limit", str(default))
     limit = int(given) if given.isdecimal() and len(given) < 9 else 0
     if not 1 <= limit <= most:
-        raise ApiError(
-            f"limit must be a whole number from 1 to {most:,}, got {given!r:.40}", param="limit"
-        )
+        why = f"limit must be a whole number from 1 to {most:,}, got {given!r:.40}"
+        raise BadRequest(why, param="limit")
     return dict(after=query.get("after"), limit=limit)
 
 
@@ -135,7 +155,7 @@ async def body_of(request: Request) -> dict[str, Any]:
     try:
         json.dumps(d, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ApiError("the body is not valid Unicode") from None
+        raise BadRequest("the body is not valid Unicode") from None
     return d
 
 
@@ -148,29 +168,25 @@ async def drain(request: Request, most: int = 2**26) -> None:
                 return
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31-1
-def upload_route(store: FileStore, most: int) -> Callable[[Request], Any]:
-    "What takes an upload of at most `most` bytes for `store`."
-
-    async def upload(request: Request) -> Any:
-        with await run_in_threadpool(store.new) as new:
-            try:
-                size = request.headers.get("content-length", "0")
-                form = Upload(new, request.headers.get("content-type", ""), most)
-                if size.isdecimal() and int(size[:15]) > most + 2**20:
-                    raise too_large(most)
-                async for chunk in request.stream():
-                    await run_in_threadpool(form.feed, chunk)
-                return await run_in_threadpool(form.finish)
-            except (ApiError, OSError):
-                await drain(request)
-                raise
-
-    return upload
+async def upload(store: BatchStore, most: int, request: Request) -> dict[str, Any]:
+    "Take an upload of at most `most` bytes: the file object. Raises `BadRequest`, `OSError`."
+    with await run_in_threadpool(NewFile, store) as new:
+        try:
+            size = request.headers.get("content-length", "0")
+            form = Upload(new, request.headers.get("content-type", ""), most)
+            if size.isdecimal() and int(size[:15]) > most + 2**20:
+                raise too_large(most)
+            async for chunk in request.stream():
+                await run_in_threadpool(form.feed, chunk)
+            return await run_in_threadpool(form.finish)
+        except (BadRequest, OSError):
+            await drain(request)
+            raise
 
 
-def content_of(store: FileStore, id: str) -> Response:
-    "The bytes of a file, as they are read. Raises `ApiError`."
-    f = store.open(id)
+def content_of(store: BatchStore, id: str) -> Response:
+    "The bytes of a file, as they are read. Raises `BadRequest`."
+    f = open_file(store, id)
 
     def parts() -> Iterator[bytes]:
         with f:
@@ -180,36 +196,26 @@ def content_of(store: FileStore, id: str) -> Response:
     size = {"content-length": str(os.fstat(f.fileno()).st_size)}
     return StreamingResponse(parts(), media_type="application/octet-stream", headers=size)
 
-
-def batches_of(runner: BatchRunner, query: Any) -> dict[str, Any]:
-    "A page of the list of batches. Raises `ApiError`."
-    page = runner.store.table.page("batch", **page_of(query, 100, 20))
-    return page | dict(data=[*map(runner.show, page["data"])])
-
 # %% ../../nbs/7_serve/routes.ipynb #b253db33
 def answered(act: Callable[[Request], Any]) -> Callable[[Request], Any]:
     "`act`, whose errors are answers."
 
     async def endpoint(request: Request) -> Response:
         try:
-            found = (
-                act(request)
-                if inspect.iscoroutinefunction(act)
-                else run_in_threadpool(act, request)
-            )
-            answer = await found
-        except ApiError as e:
-            error = e
+            if inspect.iscoroutinefunction(act):
+                answer = await act(request)
+            else:
+                answer = await run_in_threadpool(act, request)
+            return answer if isinstance(answer, Response) else JSONResponse(answer)
         except BadRequest as e:
-            error = ApiError(str(e), code=e.code)
+            error = e
         except (OSError, sqlite3.Error) as e:
             error = disk_error(e)
         except ClientDisconnect:
             return Response(status_code=400)
-        else:
-            return answer if isinstance(answer, Response) else JSONResponse(answer)
-        no_retry = {"x-should-retry": "false"} if error.status == 409 else None  # as OpenAI's does
-        return JSONResponse(error.body, error.status, no_retry)
+        status, body = error_body(str(error), error.code, error.param)
+        no_retry = {"x-should-retry": "false"} if status == 409 else None  # as OpenAI's does
+        return JSONResponse(body, status, no_retry)
 
     return endpoint
 
@@ -221,26 +227,34 @@ def batch_router(
     upload.
 
     What fails is answered with the API's error object."""
-    router, files = APIRouter(), store.files
+    router = APIRouter()
     id = lambda r: r.path_params["id"]
 
-    def list_files(r: Request) -> Any:
+    def list_files(r: Request) -> dict[str, Any]:
         q = r.query_params
-        page = page_of(q, 10_000, 10_000)
-        return files.page(**page, order=q.get("order", "desc"), purpose=q.get("purpose"))
+        more: Any = dict(order=q.get("order", "desc"), purpose=q.get("purpose"))
+        return page_of(sweep_files(store), "file", **page_asked(q, 10_000, 10_000), **more)
 
-    async def new_batch(r: Request) -> Any:
+    def delete_file(r: Request) -> dict[str, Any]:
+        remove_file(sweep_files(store), id(r))
+        return dict(id=id(r), object="file", deleted=True)
+
+    async def new_batch(r: Request) -> dict[str, Any]:
         return await run_in_threadpool(runner.create, await body_of(r))
 
+    def list_batches(r: Request) -> dict[str, Any]:
+        page = page_of(store, "batch", **page_asked(r.query_params, 100, 20))
+        return page | dict(data=[show_batch(runner, batch) for batch in page["data"]])
+
     for method, path, act in [
-        ("POST", "/v1/files", upload_route(files, max_file_bytes)),
+        ("POST", "/v1/files", partial(upload, store, max_file_bytes)),
         ("GET", "/v1/files", list_files),
-        ("GET", "/v1/files/{id}", lambda r: files.get(id(r))),
-        ("DELETE", "/v1/files/{id}", lambda r: files.delete(id(r))),
-        ("GET", "/v1/files/{id}/content", lambda r: content_of(files, id(r))),
+        ("GET", "/v1/files/{id}", lambda r: get_file(store, id(r))),
+        ("DELETE", "/v1/files/{id}", delete_file),
+        ("GET", "/v1/files/{id}/content", lambda r: content_of(store, id(r))),
         ("POST", "/v1/batches", new_batch),
-        ("GET", "/v1/batches", lambda r: batches_of(runner, r.query_params)),
-        ("GET", "/v1/batches/{id}", lambda r: runner.show(runner.store.get(id(r)))),
+        ("GET", "/v1/batches", list_batches),
+        ("GET", "/v1/batches/{id}", lambda r: show_batch(runner, get_batch(store, id(r)))),
         ("POST", "/v1/batches/{id}/cancel", lambda r: runner.cancel(id(r))),
     ]:
         router.add_route(path, answered(act), methods=[method])
