@@ -809,7 +809,8 @@ class BodyLimit:
                 f"the body is encoded as {encoding!r:.40}: send it plain", "unsupported_media_type"
             )
         if wrong:
-            return await refuse(wrong, scope, body.send, both)
+            # one with both lengths has no end to wait for: it is answered, and closed, at once
+            return await refuse(wrong, scope, send if both else body.send, both)
         await self.app(scope, body.receive, body.send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
