@@ -347,7 +347,7 @@ def test_options_of_a_conversation_reach_the_template():
     write_lines(
         "in.jsonl", [dict(messages=talk, **d) for d in ({}, closed, closed | goes_on, file)]
     )
-    assert ask("in.jsonl", "out.csv").failed == 1
+    assert Job("in.jsonl").dry_run().failed == ask("in.jsonl", "out.csv").failed == 1
     *rows, refused = read("out.csv")
     begun, closed, open_ = (int(r["prompt_tokens"]) for r in rows)
     assert open_ < closed < begun and "chat_template" in refused["error"]
@@ -1071,6 +1071,8 @@ def test_columns_of_the_input_keep_their_names(kind, given, source):
     assert [{k: r[k] for k in rows[0]} for r in found] == rows
     alone = [o.outputs[0].text for o in llm().generate([r["q"] for r in rows], GREEDY)]
     assert [r[given or "answer"] for r in found] == alone
+    if source == "in.csv" and "jsonl" in kind:
+        assert [r["row_2"] for r in found] == [1, 2, 3]
     assert all(r["request_id_2"].startswith("batch_req_") and not r["error_2"] for r in found)
 
 
