@@ -1030,7 +1030,7 @@ def test_the_command_s_flags():
         ("--port 65536", "65535"),
         ("--port x", "--port"),
         ("--host 256.0.0.1 --port 0", "256.0.0.1"),
-        ("--api-key=", "API key"),
+        ("--api-key=\t", "API key"),
         ("--max-pending 0", "--max-pending"),
         ("--temperature 1", "--temperature"),
         ("--model no/such/model --port 0", "no/such/model"),
@@ -1039,7 +1039,7 @@ def test_the_command_s_flags():
 def test_mistakes_in_flags(args, words, capsys):
     from batchlab.cli import main
 
-    assert main(["serve", *args.split()]) == 2
+    assert main(["serve", *args.split(" ")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("batchlab: error: ") and err.count("\n") == 1 and words in err
 
