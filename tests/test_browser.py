@@ -4,25 +4,12 @@ Skipped where Chromium or `playwright` is missing: `pip install playwright`, and
 the variable CHROMIUM."""
 
 import contextlib, json, os, re, shutil, signal, socket, subprocess, sys, time, urllib.request
-from pathlib import Path
 
 import pytest
 
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="needs the package playwright: pip install playwright"
-)
 pytest.importorskip("jupyterlab", reason="needs JupyterLab: pip install '.[dev]'")
 
-from helpers import BOOK
-
-ROOT = Path(__file__).resolve().parents[1]
-CHROMIUM = os.environ.get("CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-if not CHROMIUM:
-    pytest.skip(
-        "needs Chromium: install it, or name it in the variable CHROMIUM", allow_module_level=True
-    )
+from helpers import BOOK, ROOT, greedy
 
 CELLS = [
     """
@@ -50,73 +37,50 @@ print('threads', sum(t.name.startswith('batchlab') for t in threading.enumerate(
 
 def notebook(cells):
     "A notebook of code cells, as text."
-    cells = [
-        dict(
-            cell_type="code",
-            id=f"c{i}",
-            metadata={},
-            source=s.strip(),
-            outputs=[],
-            execution_count=None,
-        )
-        for i, s in enumerate(cells)
-    ]
+    bare = dict(cell_type="code", metadata={}, outputs=[], execution_count=None)
+    cells = [bare | dict(id=f"c{i}", source=s.strip()) for i, s in enumerate(cells)]
     spec = dict(display_name="Python 3", language="python", name="python3")
-    return json.dumps(
-        dict(cells=cells, metadata=dict(kernelspec=spec), nbformat=4, nbformat_minor=5)
-    )
+    whole = dict(cells=cells, metadata=dict(kernelspec=spec), nbformat=4, nbformat_minor=5)
+    return json.dumps(whole)
+
+
+def answers(address):
+    with contextlib.suppress(OSError):
+        return urllib.request.urlopen(f"{address}/api", timeout=5).status == 200
 
 
 @contextlib.contextmanager
-def jupyter_lab(folder, theme="JupyterLab Light"):
+def jupyter_lab(folder):
     "A JupyterLab of its own for `folder`: yields its address, and ends it with its kernels."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    own = folder / ".jupyter"
+    own, address = folder / ".jupyter", f"http://127.0.0.1:{port}"
     settings = own / "settings/@jupyterlab/apputils-extension"
-    settings.mkdir(parents=True, exist_ok=True)
-    (settings / "themes.jupyterlab-settings").write_text(json.dumps(dict(theme=theme)))
-    (settings / "notification.jupyterlab-settings").write_text(
-        json.dumps(dict(fetchNews="false", checkForUpdates=False))
+    settings.mkdir(parents=True)
+    for name, values in dict(
+        themes=dict(theme="JupyterLab Light"),
+        notification=dict(fetchNews="false", checkForUpdates=False),
+    ).items():
+        (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(values))
+    env = dict(OMP_NUM_THREADS="1") | os.environ | dict(JUPYTER_PREFER_ENV_PATH="1")
+    folders = (
+        "JUPYTER_CONFIG JUPYTER_RUNTIME JUPYTER_DATA JUPYTERLAB_SETTINGS JUPYTERLAB_WORKSPACES"
     )
-    env = (
-        os.environ
-        | {f"JUPYTER_{k}_DIR": str(own / k.lower()) for k in ("CONFIG", "RUNTIME", "DATA")}
-        | dict(
-            JUPYTERLAB_SETTINGS_DIR=str(own / "settings"),
-            JUPYTERLAB_WORKSPACES_DIR=str(own / "workspaces"),
-            JUPYTER_PREFER_ENV_PATH="1",
-        )
-    )
-    env.setdefault("OMP_NUM_THREADS", "1")
-    command = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--allow-root",
-        f"--ServerApp.port={port}",
-        "--ServerApp.port_retries=0",
-        f"--ServerApp.root_dir={folder}",
-        "--IdentityProvider.token=",
-        "--LabApp.expose_app_in_browser=True",
-    ]
+    env |= {f"{k}_DIR": str(own / k.split("_")[1].lower()) for k in folders.split()}
+    flags = f"""--no-browser --allow-root --ServerApp.port={port} --ServerApp.port_retries=0
+        --IdentityProvider.token= --LabApp.expose_app_in_browser=True""".split()
+    command = [sys.executable, "-m", "jupyterlab", *flags, f"--ServerApp.root_dir={folder}"]
     with open(folder / "lab.log", "w") as log:
-        server = subprocess.Popen(
-            command, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True
-        )
+        how = dict(env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(command, **how)
         try:
             for _ in range(600):
-                with contextlib.suppress(OSError):
-                    if (
-                        urllib.request.urlopen(f"http://127.0.0.1:{port}/api", timeout=5).status
-                        == 200
-                    ):
-                        break
+                if answers(address):
+                    break
                 assert server.poll() is None, (folder / "lab.log").read_text()[-2000:]
                 time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}"
+            yield address
         finally:
             server.send_signal(signal.SIGTERM)  # it ends its kernels
             try:
@@ -125,24 +89,23 @@ def jupyter_lab(folder, theme="JupyterLab Light"):
                 os.killpg(server.pid, signal.SIGKILL)
 
 
+CELLS_NOW = (
+    "[...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
+)
+OUTPUTS = f"{CELLS_NOW}.flatMap(c => c.outputs.toJSON())"
+ERRORS = f"{OUTPUTS}.filter(o => o.output_type === 'error')"
+
+
 def run_all(page, address, name, seconds=80):
     "Open a notebook, run all its cells, and wait until every one has run. Returns the errors that are in its outputs."
     page.goto(f"{address}/lab/tree/{name}?reset")
     ready = "window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel"
-    page.wait_for_function(
-        f"() => {ready}?.connectionStatus === 'connected' && {ready}.status === 'idle'",
-        timeout=60_000,
-    )
+    idle = f"() => {ready}?.connectionStatus === 'connected' && {ready}.status === 'idle'"
+    page.wait_for_function(idle, timeout=60_000)
     page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
-    model = "[...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
-    page.wait_for_function(
-        f"() => {model}.every(c => c.executionCount) || {model}.some(c => c.outputs.toJSON().some(o => o.output_type === 'error'))",
-        timeout=seconds * 1000,
-        polling=200,
-    )
-    return page.evaluate(
-        f"() => {model}.flatMap(c => c.outputs.toJSON()).filter(o => o.output_type === 'error').map(o => o.evalue)"
-    )
+    done = f"() => {CELLS_NOW}.every(c => c.executionCount) || {ERRORS}.length"
+    page.wait_for_function(done, timeout=seconds * 1000, polling=200)
+    return page.evaluate(f"() => {ERRORS}.map(o => o.evalue)")
 
 
 def until(condition, seconds=30):
@@ -151,14 +114,6 @@ def until(condition, seconds=30):
     while not (got := condition()) and time.monotonic() < end:
         time.sleep(0.05)
     return got
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as p:
-        b = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield b
-        b.close()
 
 
 # In JupyterLab
@@ -268,25 +223,19 @@ def test_playground_runs(page):
         out.get_by_role("button", name="Run").click()
         assert until(lambda: strategy in out.locator("table").inner_text())
     assert until(lambda: out.locator("tbody tr").count() == 2)
-    assert (
-        out.locator("tbody tr").nth(1).locator("td").last.inner_text() == "yes"
-    )  # the same tokens
+    same_tokens = out.locator("tbody tr").nth(1).locator("td").last
+    assert same_tokens.inner_text() == "yes"
     assert page.problems == []
 
 
 @pytest.mark.parametrize("name, num_widgets", [("52_widgets", 3), ("54_scrubber", 2)])
 def test_notebook_runs(browser, lab, name, num_widgets):
-    "The chapters themselves, as a reader runs them."
+    "The chapters themselves, as a reader runs them: each widget has a picture for elsewhere."
     page = browser.new_page(viewport=dict(width=1280, height=1000))
     assert run_all(page, lab, f"{name}.ipynb", 300) == []
-    views = page.evaluate(
-        "() => [...window.jupyterapp.shell.currentWidget.content.model.cells].filter(c => c.type === 'code')"
-        ".flatMap(c => c.outputs.toJSON()).map(o => Object.keys(o.data ?? {}))"
-    )
+    views = page.evaluate(f"() => {OUTPUTS}.map(o => Object.keys(o.data ?? {{}}))")
     live = [v for v in views if "application/vnd.jupyter.widget-view+json" in v]
-    assert len(live) >= num_widgets and all(
-        "image/svg+xml" in v for v in live
-    )  # a widget, and a picture for elsewhere
+    assert len(live) >= num_widgets and all("image/svg+xml" in v for v in live)
     page.close()
 
 
@@ -305,23 +254,25 @@ PROMPTS = [
 def trace(request):
     from batchlab.api import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
-    from batchlab.core.params import SamplingParams
 
-    llm = LLM(
-        tiny_model("llama"),
-        tiny_tokenizer(),
-        max_num_seqs=2,
-        max_num_batched_tokens=16,
-        compile=False,
-        strategy=request.param,
-    )
+    how = dict(max_num_seqs=2, max_num_batched_tokens=16, compile=False, strategy=request.param)
+    llm = LLM(tiny_model("llama"), tiny_tokenizer(), **how)
     with llm.trace() as trace:
-        llm.generate(
-            PROMPTS,
-            [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 9, 3, 7, 4)],
-        )
+        llm.generate(PROMPTS, [greedy(n) for n in (5, 9, 3, 7, 4)])
     llm.close()
     return trace
+
+
+@pytest.fixture
+def written(tmp_path):
+    "The address of the page of a trace, in a file."
+    from batchlab.view.viewer import view_html
+
+    def write(trace):
+        (tmp_path / "page.html").write_text(view_html(trace), encoding="utf-8")
+        return (tmp_path / "page.html").as_uri()
+
+    return write
 
 
 def shares_of(data, step):
@@ -335,17 +286,14 @@ def shares_of(data, step):
     return found
 
 
-def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
-    from batchlab.view.viewer import view_html
-
+def test_page_shows_what_the_trace_says(browser, trace, written):
     data = json.loads(json.dumps(trace.data))
-    (tmp_path / "page.html").write_text(view_html(trace), encoding="utf-8")
     context = browser.new_context(viewport=dict(width=480, height=900), color_scheme="dark")
     page, asked, problems = context.new_page(), [], []
     page.on("request", lambda r: asked.append(r.url))
     page.on("pageerror", lambda e: problems.append(str(e)))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-    page.goto((tmp_path / "page.html").as_uri())
+    page.goto(written(trace))
     texts = {}
     for step in data["steps"]:
         line = page.locator("#line").inner_text()
@@ -369,12 +317,9 @@ def test_page_shows_what_the_trace_says(browser, trace, tmp_path):
     context.close()
 
 
-def test_page_by_keyboard(browser, trace, tmp_path):
-    from batchlab.view.viewer import view_html
-
-    (tmp_path / "page.html").write_text(view_html(trace), encoding="utf-8")
+def test_page_by_keyboard(browser, trace, written):
     page, last = browser.new_page(), len(trace.data["steps"]) - 1
-    page.goto((tmp_path / "page.html").as_uri() + "#step=2")
+    page.goto(written(trace) + "#step=2")
     at = lambda: int(page.locator("#slider").input_value())
     assert at() == 2
     for key, where in (
@@ -401,22 +346,15 @@ def test_page_by_keyboard(browser, trace, tmp_path):
     page.close()
 
 
-def test_page_of_a_trace_without_texts(browser, trace, tmp_path):
+def test_page_of_a_trace_without_texts(browser, trace, written):
     "As `batchlab run --trace` records it: how many tokens a part has stands in the place of what they say."
-    from batchlab.view.viewer import view_html
-
-    bare = [
-        {k: v for k, v in r.items() if k not in ("prompt", "prompt_ids", "output_ids", "pieces")}
-        for r in trace.data["requests"]
-    ]
-    (tmp_path / "page.html").write_text(
-        view_html(trace.data | dict(requests=bare, tokens={})), encoding="utf-8"
-    )
+    said = {"prompt", "prompt_ids", "output_ids", "pieces"}
+    bare = [{k: r[k] for k in r.keys() - said} for r in trace.data["requests"]]
     page = browser.new_page()
-    page.goto((tmp_path / "page.html").as_uri())
-    said = page.locator("#row .part").all_inner_texts()
+    page.goto(written(trace.data | dict(requests=bare, tokens={})))
     rows = sorted(trace.data["steps"][0]["rows"], key=lambda r: (r[3] > 1, r[0]))
-    assert said == [f"{r[1]}{r[3]} tokens" for r in rows]
+    shown = page.locator("#row .part").all_inner_texts()
+    assert shown == [f"{r[1]}{r[3]} tokens" for r in rows]
     page.close()
 
 
@@ -434,14 +372,11 @@ def test_pictures_are_light_or_dark_as_the_page_is(browser, around, tone):
     "Whatever the reader's system says: a page's own scheme, JupyterLab's theme, VS Code's."
     from batchlab.view.drawing import COLOURS, HTML_STYLE, grid
 
-    page = browser.new_page(
-        color_scheme=None if around == "<html>" else "light" if tone else "dark"
-    )
-    page.set_content(
-        f"{around}<style>{HTML_STYLE}</style>{grid(['x'], {'x': ('decode', 'a place')}).svg}"
-    )
+    system = None if around == "<html>" else "light" if tone else "dark"
+    page = browser.new_page(color_scheme=system)
+    picture = grid(["x"], {"x": ("decode", "a place")}).svg
+    page.set_content(f"{around}<style>{HTML_STYLE}</style>{picture}")
     fill = page.evaluate("getComputedStyle(document.querySelector('.bl-decode')).fill")
-    assert (
-        "#" + "".join(f"{int(n):02x}" for n in re.findall(r"\d+", fill)) == COLOURS["decode"][tone]
-    )
+    hex_of = "".join(f"{int(n):02x}" for n in re.findall(r"\d+", fill))
+    assert f"#{hex_of}" == COLOURS["decode"][tone]
     page.close()

@@ -19,7 +19,6 @@ from helpers import NO_KERNELS, running, same, until
 LONG = dict(max_tokens=200, extra_body=dict(ignore_eos=True))
 TALK = [dict(role="user", content="Hello")]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-GREEDY = dict(temperature=0)
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
 
@@ -38,11 +37,11 @@ def serving(drain=60, llm=None, **kw):
         )
 
 
-def client_of(s, strict=False, kind=openai.OpenAI, **kw):
+def client_of(s, strict=False, **kw):
     """OpenAI's client. Not strict for streams of completions: its types, unlike the API, have a
     reason for the end in every part."""
     how = dict(api_key="any", max_retries=0, timeout=100, _strict_response_validation=strict)
-    return kind(**dict(base_url=f"{getattr(s, 'url', s)}/v1") | how | kw)
+    return openai.OpenAI(**dict(base_url=f"{getattr(s, 'url', s)}/v1") | how | kw)
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +121,13 @@ def address(s):
     return host, int(port)
 
 
-def quiet(s):
-    "No request is under way, and its line is said."
+def line_of(s, ask):
+    "What `ask()` gives, and the line that the server says of it; no other request is under way."
     until(lambda: not s.server.server_state.tasks)
+    del s.said[:]
+    answer = ask()
+    until(lambda: s.said)
+    return answer, s.said[0]
 
 
 # what is answered
@@ -155,19 +158,27 @@ def test_chat_is_what_llm_gives(s, client, role):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["abc", ["a longer prompt than the other", "b"], [5, 6, 7], [[5], [7, 8, 9] * 20], ""]
+    "prompt, more",
+    [
+        ("abc", {}),
+        (["a longer prompt than the other", "b"], {}),
+        ([5, 6, 7], {}),
+        ([[5], [7, 8, 9] * 20], {}),
+        ("", {}),
+        (["a", "bcd"], dict(n=3, seed=7, temperature=0.8)),
+    ],
 )
-def test_prompts_of_all_forms(s, client, loose, prompt):
+def test_prompts_of_all_forms(s, client, loose, prompt, more):
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    how = dict(temperature=0, max_tokens=11)
+    how = dict(temperature=0, max_tokens=11) | more
     outs = s.llm.generate(prompts, how)
-    want = [(o.outputs[0].text, o.outputs[0].finish_reason) for o in outs]
+    want = [(c.text, c.finish_reason) for o in outs for c in o.outputs]
     r = client.completions.create(model="tiny", prompt=prompt, **how)
     assert [(c.text, c.finish_reason) for c in r.choices] == want
-    assert [c.index for c in r.choices] == [*range(len(prompts))]
+    assert [c.index for c in r.choices] == [*range(len(want))]
     assert r.usage.prompt_tokens == sum(len(o.prompt_token_ids) for o in outs)
     chunks = list(loose.completions.create(model="tiny", prompt=prompt, stream=True, **how))
-    assert [ends_of(chunks, i) for i in range(len(prompts))] == want
+    assert [ends_of(chunks, i) for i in range(len(want))] == want
 
 
 def test_defaults_are_the_apis(client):
@@ -176,45 +187,30 @@ def test_defaults_are_the_apis(client):
     assert client.chat.completions.create(messages=TALK, **more).usage.total_tokens == 256
 
 
-def test_several_answers_to_several_prompts(s, client, loose):
-    how = dict(n=3, seed=7, temperature=0.8, max_tokens=8)
-    texts = [c.text for o in s.llm.generate(["a", "bcd"], how) for c in o.outputs]
-    ask = dict(model="tiny", prompt=["a", "bcd"], **how)
-    r = client.completions.create(**ask)
-    assert [(c.index, c.text) for c in r.choices] == [*enumerate(texts)] and len({*texts}) > 2
-    chunks = list(loose.completions.create(stream=True, **ask))
-    assert [ends_of(chunks, i)[0] for i in range(6)] == texts
-    ask = dict(model="tiny", messages=TALK, **how)
-    talk = client.chat.completions.create(**ask)
-    chunks = list(client.chat.completions.create(stream=True, **ask))
-    assert [ends_of(chunks, i)[0] for i in range(3)] == [c.message.content for c in talk.choices]
-
-
-def test_settings_reach_the_engine(s, client):
+def test_settings_reach_the_engine(s, web):
     "Each is compared with the engine's own answer, and with an answer that lacks it."
-    plain = s.llm.generate("Once", dict(temperature=0, max_tokens=12))[0].outputs[0]
-    ids, text, hot = plain.token_ids, plain.text, dict(seed=3, temperature=1.0)
-    for api, extra in (
-        (dict(logit_bias={str(ids[0]): -100}), {}),
-        (dict(stop=text[3]), {}),
-        (dict(presence_penalty=2.0), {}),
-        (dict(frequency_penalty=2.0), {}),
-        ({}, dict(repetition_penalty=3.0)),
-        ({}, dict(stop_token_ids=[ids[2]])),
-        ({}, dict(bad_words=[[ids[0]]])),
-        ({}, dict(allowed_token_ids=[70, 71])),
-        (hot, dict(top_k=4)),
-        (hot, dict(min_p=0.2)),
-        (dict(seed=4, temperature=1.0, top_p=0.5), {}),
-        ({}, dict(min_tokens=2, stop_token_ids=[ids[0]])),
-        ({}, dict(structured_outputs=dict(choice=["red", "green"]))),
+    greedy = dict(temperature=0, max_tokens=12)
+    plain = s.llm.generate("Once", greedy)[0].outputs[0]
+    ids, hot = plain.token_ids, dict(seed=3, temperature=1.0)
+    for setting in (
+        dict(logit_bias={str(ids[0]): -100}),
+        dict(stop=plain.text[3]),
+        dict(presence_penalty=2.0),
+        dict(frequency_penalty=2.0),
+        dict(repetition_penalty=3.0),
+        dict(stop_token_ids=[ids[2]]),
+        dict(bad_words=[[ids[0]]]),
+        dict(allowed_token_ids=[70, 71]),
+        dict(hot, top_k=4),
+        dict(hot, min_p=0.2),
+        dict(seed=4, temperature=1.0, top_p=0.5),
+        dict(min_tokens=2, stop_token_ids=[ids[0]]),
+        dict(structured_outputs=dict(choice=["red", "green"])),
     ):
-        how = dict(temperature=0, max_tokens=12) | api
-        want = s.llm.generate("Once", how | extra)[0].outputs[0]
-        ask = dict(model="tiny", prompt="Once", extra_body=extra)
-        got = client.completions.create(**ask, **how).choices[0]
-        assert (got.text, got.finish_reason) == (want.text, want.finish_reason), (api, extra)
-        assert got.text != text, (api, extra)
+        want = s.llm.generate("Once", greedy | setting)[0].outputs[0]
+        [got] = web.post(TEXT, json=dict(prompt="Once") | greedy | setting).json()["choices"]
+        assert (got["text"], got["finish_reason"]) == (want.text, want.finish_reason), setting
+        assert got["text"] != plain.text, setting
 
 
 def test_structured_outputs(client):
@@ -325,33 +321,6 @@ def test_who_matters_more_goes_first(s):
                 until(lambda: len(s.llm.groups) == i + 1)
     s.llm.watchers.remove(watch)
     assert {*began[:4]} == {*"hgfe"} and {*statuses} == {200}
-
-
-def test_a_crowd_of_async_clients(s):
-    "Different lengths, whole and in parts, in one batch; each has what it has alone."
-    rand = random.Random(1)
-    prompts = [
-        "".join(rand.choice("abc de") for _ in range(rand.randint(1, 80))) for _ in range(40)
-    ]
-    settings = [dict(temperature=0, max_tokens=rand.randint(1, 30)) for _ in prompts]
-    expected = [o.outputs[0].text for o in s.llm.generate(prompts, settings, use_tqdm=False)]
-
-    async def one(c, loose, i):
-        ask = dict(model="tiny", prompt=prompts[i], **settings[i])
-        if i % 2:
-            return (await c.completions.create(**ask)).choices[0].text
-        parts = await loose.completions.create(stream=True, **ask)
-        return "".join([x.choices[0].text async for x in parts])
-
-    async def crowd():
-        async with (
-            client_of(s, True, openai.AsyncOpenAI, max_retries=2) as c,
-            client_of(s, False, openai.AsyncOpenAI, max_retries=2) as loose,
-        ):
-            return await asyncio.gather(*(one(c, loose, i) for i in range(len(prompts))))
-
-    assert asyncio.run(crowd()) == expected
-    until(lambda: nothing_left(s))
 
 
 def test_tokens_of_one_reader_come_one_by_one(s, loose):
@@ -477,24 +446,24 @@ def test_health_version_and_figures(s, web):
 
 
 def test_a_line_for_each_request(s, web):
-    quiet(s)
-    del s.said[:]
     some = dict(prompt="abc", max_tokens=2, ignore_eos=True)
-    for i, ask in enumerate(
-        [
+    for ask, said in (
+        (
             lambda: web.post(f"{TEXT}?token=secret", json=some),
-            lambda: web.post(TEXT, json=some | dict(stream=True)),
-            lambda: web.post(TEXT, json=dict(prompt="abc", stop=["a secret", 5])),
-            lambda: web.get("/v1/%0a%1b[31mnope"),
-        ],
-        1,
+            f"POST {TEXT} 200, T s, 3 tokens in, 2 out",
+        ),
+        (lambda: web.post(TEXT, json=some | dict(stream=True)), " 200, T s, 3 tokens in, 2 out"),
+        (
+            lambda: web.post(TEXT, json=dict(prompt="", stop=["a secret", 5])),
+            " 400, T s, invalid_request: stop",
+        ),
+        (
+            lambda: web.get("/v1/%0a%1b[31mno"),
+            "GET /v1/%0a%1b[31mno 404, T s, not_found: /v1/\\n\\x1b",
+        ),
     ):
-        ask()
-        until(lambda: len(s.said) == i)
-    lines = [re.sub(r"\d+\.\d\d s", "T s", x) for x in s.said]
-    assert lines[:2] == [f"POST {TEXT} 200, T s, 3 tokens in, 2 out"] * 2
-    assert lines[2].startswith(f"POST {TEXT} 400, T s, invalid_request: stop")
-    assert lines[3].startswith("GET /v1/%0a%1b[31mnope 404, T s, not_found: /v1/\\n\\x1b[31mnope ")
+        line = re.sub(r"\d+\.\d\d s", "T s", line_of(s, ask)[1])
+        assert said in line and "secret" not in line and "\n" not in line
 
 
 SECRET = """it's a "secret" """
@@ -515,12 +484,9 @@ SECRET = """it's a "secret" """
     ],
 )
 def test_the_log_quotes_nothing_of_a_request(s, web, body):
-    quiet(s)
-    del s.said[:]
     path = CHAT if "messages" in body else TEXT
-    assert web.post(path, json=body).status_code in (400, 404)
-    until(lambda: len(s.said) == 1)
-    assert "secret" not in s.said[0] and ": " in s.said[0], s.said
+    r, said = line_of(s, lambda: web.post(path, json=body))
+    assert r.status_code in (400, 404) and "secret" not in said and ": " in said, said
 
 
 # what goes wrong
@@ -530,63 +496,66 @@ IMAGE = [dict(type="image_url", image_url=dict(url="x"))]
 say = lambda content, role="user": dict(messages=[dict(role=role, content=content)])
 text = lambda **more: dict(prompt="a") | more
 chat = lambda **more: dict(messages=TALK) | more
-BAD = [  # body, param, a word of the message
-    (b'{"prompt": "a"', None, "not JSON"),
-    (b"\xff\xfe", None, "UTF-8"),
-    (b"[1]", None, "JSON object"),
-    (b"[" * 100_000, None, "nested"),
-    (b"", None, "not JSON"),
-    (b'{"prompt": "a", "temperature": NaN}', None, "NaN"),
-    *((text(prompt=p), "prompt", "prompt") for p in (None, 5, ["a", 5], [], {"messages": []})),
-    ({}, "prompt", "prompt"),
-    (text(prompt=[10**6]), "prompt", "1000000"),
-    (text(prompt="caf\ud800"), "prompt", "half"),
-    (text(model=5), "model", "string"),
-    (text(temprature=1), "temprature", "did you mean"),
-    *((text(max_tokens=n), "max_tokens", "max_tokens") for n in (-1, 0, 10**6)),
-    (text(n=129), "n", "128"),
-    (text(best_of=2), "best_of", "best_of"),
-    (text(stream=1), "stream", "true or false"),
-    (text(logit_bias={"999": 1}), "logit_bias", "logit_bias"),
-    (text(stream_options={"include_usage": True}), "stream_options", "stream"),
-    (text(stream=True, stream_options=dict(often=True)), "stream_options", "often"),
-    (text(stream=True, stream_options=dict(include_usage=1)), "stream_options", "true or false"),
-    (text(stream=True, stream_options={"\ud800": 1}), "stream_options", "ud800"),
-    (text(stream=True, prompt_logprobs=1), "prompt_logprobs", "stream"),
-    (text(logprobs=21), "logprobs", "20"),
-    (text(response_format=dict(type="xml")), "response_format", "json_schema"),
-    (text(response_format="xml"), "response_format", "object"),
-    (text(structured_outputs=dict(regex="(")), "structured_outputs", "regex"),
-    (text(priority="high"), "priority", "whole number"),
-    (text(stop=["x"] * 129), "stop", "128"),
-    (text(messages=TALK), "messages", "prompt"),
-    (chat(tools=[FORM]), "tools", "not supported"),
-    (dict(messages=[]), "messages", "messages"),
-    (dict(messages="hi"), "messages", "messages"),
-    (say(IMAGE), "messages", "text"),
-    (say("a", "wizard"), "messages", "wizard"),
-    (say("caf\ud800"), "messages", "half"),
-    (dict(messages=[dict(role="user")]), "messages", "content"),
-    (chat(prompt="a"), "prompt", "messages"),
-    (chat(max_completion_tokens=257), "max_completion_tokens", "257"),
-    (chat(chat_template="{{ 1 }}"), "chat_template", "not supported"),
-    (chat(top_logprobs=2), "top_logprobs", "logprobs"),
-    (chat(logprobs=3), "logprobs", "true or false"),
-    (chat(logprobs=True, top_logprobs=50), "top_logprobs", "20"),
-]
-BAD = [(*row, 400, "invalid_request") for row in BAD] + [
-    (text(model="gpt-4"), "model", "gpt-4", 404, "model_not_found"),
-    (text(prompt="a" * 300), "prompt", "300", 400, "context_length_exceeded"),
-    (say("x" * 400), "messages", "tokens", 400, "context_length_exceeded"),
+BAD = [  # body, a word of the message, and its status and code if it has others than most
+    (b'{"prompt": "a"', "not JSON"),
+    (b"\xff\xfe", "UTF-8"),
+    (b"[1]", "JSON object"),
+    (b"[" * 100_000, "nested"),
+    (b"", "not JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+    *((text(prompt=p), "prompt") for p in (None, 5, ["a", 5], [], {"messages": []})),
+    ({}, "prompt"),
+    (text(prompt=[10**6]), "1000000"),
+    (text(prompt="caf\ud800"), "half"),
+    (text(model=5), "string"),
+    (text(temprature=1), "did you mean"),
+    *((text(max_tokens=n), "max_tokens") for n in (-1, 0, 10**6)),
+    (text(n=129), "128"),
+    (text(best_of=2), "best_of"),
+    (text(stream=1), "true or false"),
+    (text(logit_bias={"999": 1}), "logit_bias"),
+    (text(stream_options={"include_usage": True}), "stream"),
+    (text(stream=True, stream_options=dict(often=True)), "often"),
+    (text(stream=True, stream_options=dict(include_usage=1)), "true or false"),
+    (text(stream=True, stream_options={"\ud800": 1}), "ud800"),
+    (text(stream=True, prompt_logprobs=1), "stream"),
+    (text(logprobs=21), "20"),
+    (text(response_format=dict(type="xml")), "json_schema"),
+    (text(response_format="xml"), "object"),
+    (text(structured_outputs=dict(regex="(")), "regex"),
+    (text(priority="high"), "whole number"),
+    (text(stop=["x"] * 129), "128"),
+    (text(messages=TALK), "prompt"),
+    (chat(tools=[FORM]), "not supported"),
+    (dict(messages=[]), "messages"),
+    (dict(messages="hi"), "messages"),
+    (say(IMAGE), "text"),
+    (say("a", "wizard"), "wizard"),
+    (say("caf\ud800"), "half"),
+    (dict(messages=[dict(role="user")]), "content"),
+    (chat(prompt="a"), "messages"),
+    (chat(max_completion_tokens=257), "257"),
+    (chat(chat_template="{{ 1 }}"), "not supported"),
+    (chat(top_logprobs=2), "logprobs"),
+    (chat(logprobs=3), "true or false"),
+    (chat(logprobs=True, top_logprobs=50), "20"),
+    (text(model="gpt-4"), "gpt-4", 404, "model_not_found"),
+    (text(prompt="a" * 300), "300", 400, "context_length_exceeded"),
+    (say("x" * 400), "tokens", 400, "context_length_exceeded"),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("body,param,word,status,code", BAD)
-def test_bad_requests(s, web, body, param, word, status, code, stream):
-    talks = isinstance(body, dict) and "messages" in body
-    path = CHAT if talks and ("prompt" not in body or param == "prompt") else TEXT
+@pytest.mark.parametrize(
+    "body, word, status, code", [(*r, 400, "invalid_request")[:4] for r in BAD]
+)
+def test_bad_requests(s, web, body, word, status, code, stream):
+    "The key that is wrong is the last."
+    param, path = None, TEXT
     if isinstance(body, dict):
+        param = [*body, "prompt"][max(0, len(body) - 1)]
+        if body.keys() & {"messages"} and (param == "prompt" or "prompt" not in body):
+            path = CHAT
         if stream and not {"stream", "stream_options", "prompt_logprobs"} & body.keys():
             body = body | dict(stream=True)
         body = json.dumps(body).encode()
@@ -596,14 +565,6 @@ def test_bad_requests(s, web, body, param, word, status, code, stream):
     assert e["type"] == "invalid_request_error"
     assert word in e["message"] and "\n" not in e["message"]
     until(lambda: nothing_left(s))
-
-
-def test_other_services_of_the_api(client):
-    with pytest.raises(openai.NotFoundError, match="v1/moderations") as e:
-        client.moderations.create(model="tiny", input="a")
-    assert e.value.code == "not_found"
-    with pytest.raises(openai.NotFoundError, match=CHAT):
-        client.responses.create(model="tiny", input="a")
 
 
 @pytest.mark.parametrize(
@@ -619,6 +580,7 @@ def test_other_services_of_the_api(client):
         ("POST", "/v1/completions/", 404, "base_url"),
         ("POST", "/v1/files", 404, "--data FOLDER"),
         ("POST", "/v1/responses", 404, CHAT),
+        ("POST", "/v1/moderations", 404, "/v1/moderations"),
         ("POST", "/v2/nope", 404, "/v1/models"),
     ],
 )
@@ -700,12 +662,13 @@ def test_a_body_that_is_too_long_is_refused_before_it_has_come():
 
 
 def test_a_client_that_leaves_while_it_sends(s):
-    quiet(s)
-    until_now = len(s.said)
-    with socket.create_connection(address(s)) as c:
-        c.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prom')
-    until(lambda: len(s.said) > until_now)
-    assert "the client left" in s.said[-1]
+    def send():
+        with socket.create_connection(address(s)) as c:
+            c.sendall(
+                b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prom'
+            )
+
+    assert "the client left" in line_of(s, send)[1]
 
 
 def test_too_many_at_once():
@@ -730,8 +693,6 @@ def test_too_many_at_once():
                 ask(**more)
             assert e.value.param == ("n" if "n" in more else "prompt")
         assert ask(prompt=["a"] * 3).usage.prompt_tokens == 3
-        retries = c.with_options(max_retries=2)
-        assert retries.completions.create(model="tiny", prompt="a").choices
 
 
 def test_keys():
@@ -749,9 +710,6 @@ def test_keys():
         status = lambda path: ask(None, path).status_code
         assert {status(p) for p in ("/health", "/version", "/metrics")} == {200}
         assert {status(p) for p in ("/tokenize", "/nope")} == {401}
-        with pytest.raises(openai.AuthenticationError):
-            client_of(s, api_key="wrong").models.list()
-        assert client_of(s, api_key="s3cret").models.list().data
         assert not any("s3cre" in x for x in s.said)
 
 
@@ -771,38 +729,35 @@ def test_who_hangs_up_is_cancelled(s, stream, prompts):
             until(lambda: len(s.llm.groups) == prompts)
         until(lambda: nothing_left(s))
     assert s.llm.stats().requests["cancelled"] == ended + prompts
-    quiet(s)
+    until(lambda: not s.server.server_state.tasks)
     assert "the client left" in s.said[-1]
 
 
 def test_a_hundred_clients_a_third_hang_up(s):
     rand = random.Random(5)
     prompts = [[rand.randrange(5, 250) for _ in range(rand.randint(1, 90))] for _ in range(100)]
-    settings = [
-        dict(temperature=0, max_tokens=rand.randint(1, 40), ignore_eos=True) for _ in prompts
-    ]
+    how = dict(temperature=0, ignore_eos=True)
+    settings = [how | dict(max_tokens=rand.randint(1, 40)) for _ in prompts]
     expected = [o.outputs[0].text for o in s.llm.generate(prompts, settings, use_tqdm=False)]
-    doomed, before = {*rand.sample(range(100), 33)}, dict(s.llm.stats().requests)
+    leaving = {i: rand.randint(0, 12) for i in range(0, 100, 3)}  # after that many lines or moments
+    before = dict(s.llm.stats().requests)
 
-    async def stream(c, body, leave):
+    async def stream(c, body, lines):
         got = ""
-        async with c.stream("POST", TEXT, json=body) as r:
+        async with c.stream("POST", TEXT, json=body | dict(stream=True)) as r:
             async for line in r.aiter_lines():
-                if (leave := leave - 1) < 0:
+                if (lines := lines - 1) < 0:
                     return None
-                if line.startswith("data: {"):
-                    got += json.loads(line[6:])["choices"][0]["text"]
+                got += "".join(e["choices"][0]["text"] for e in events_of(line))
         return got
 
     async def one(c, i):
-        body, leave = dict(prompt=prompts[i], stream=i % 2 == 0, **settings[i]), rand.randint(0, 12)
-        if body["stream"]:
-            return await stream(c, body, leave if i in doomed else 10**6)
-        try:
-            async with asyncio.timeout(leave / 200 if i in doomed else 100):
+        body = dict(prompt=prompts[i], **settings[i])
+        if i % 2:
+            return await stream(c, body, leaving.get(i, 10**6))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(leaving[i] / 200 if i in leaving else 100):
                 return (await c.post(TEXT, json=body)).json()["choices"][0]["text"]
-        except TimeoutError:
-            return None
 
     async def crowd():
         limits = httpx.Limits(max_connections=None)
@@ -811,11 +766,10 @@ def test_a_hundred_clients_a_third_hang_up(s):
 
     got = asyncio.run(crowd())
     for i, x in enumerate(got):
-        assert x == expected[i] or x is None and i in doomed
+        assert x == expected[i] or x is None and i in leaving
     until(lambda: nothing_left(s))
     more = {k: n - before.get(k, 0) for k, n in s.llm.stats().requests.items()}
-    assert sum(x is not None for x in got) >= 67 and sum(more.values()) <= 100
-    assert not more.get("error") and not more.get("timeout")
+    assert sum(more.values()) <= 100 and not more.get("error") and not more.get("timeout")
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -1071,21 +1025,21 @@ def test_the_command_s_flags():
 
 
 @pytest.mark.parametrize(
-    "args,words",
+    "args, words",
     [
-        (["--port", "65536"], "65535"),
-        (["--port", "x"], "--port"),
-        (["--host", "256.0.0.1", "--port", "0"], "256.0.0.1"),
-        (["--api-key", " "], "API key"),
-        (["--max-pending", "0"], "--max-pending"),
-        (["--temperature", "1"], "--temperature"),
-        (["--model", "no such model", "--port", "0"], "no such model"),
+        ("--port 65536", "65535"),
+        ("--port x", "--port"),
+        ("--host 256.0.0.1 --port 0", "256.0.0.1"),
+        ("--api-key=\t", "API key"),
+        ("--max-pending 0", "--max-pending"),
+        ("--temperature 1", "--temperature"),
+        ("--model no/such/model --port 0", "no/such/model"),
     ],
 )
 def test_mistakes_in_flags(args, words, capsys):
     from batchlab.cli import main
 
-    assert main(["serve", *args]) == 2
+    assert main(["serve", *args.split(" ")]) == 2
     err = capsys.readouterr().err
     assert err.startswith("batchlab: error: ") and err.count("\n") == 1 and words in err
 

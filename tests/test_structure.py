@@ -141,23 +141,6 @@ def test_the_package_says_that_it_is_typed():
     assert [str(p) for p in others if not installed.joinpath(*p.parts).is_file()] == []
 
 
-def test_an_editor_completes_the_methods_of_llm():
-    import jedi
-
-    how = dict(
-        project=jedi.Project(ROOT, added_sys_path=[str(ROOT)]),
-        environment=jedi.api.environment.InterpreterEnvironment(),
-    )
-    code = "from batchlab import LLM; llm = LLM()\nllm."
-    names = {c.name for c in jedi.Script(code, **how).complete()}
-    assert {"generate", "chat", "stream", "add_request", "cancel", "verify"} <= names
-    [call] = jedi.Script(f"{code}generate(", **how).get_signatures()
-    assert call.params and all(":" in p.to_string() for p in call.params)
-    assert "RequestOutput" in call.to_string().rpartition(" -> ")[2]
-    [shown] = jedi.Script(f"{code}generate", **how).help(2, 6)
-    assert call.to_string() in shown.docstring() and len(shown.docstring(raw=True)) > 20
-
-
 def test_kernels_load_where_there_is_a_compiler(compiler):
     "The kernels fall back to torch without a word: where they can be had, they must be."
     if not compiler:

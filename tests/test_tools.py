@@ -175,57 +175,59 @@ def test_no_tools(none, rest):
     assert check_tools(none, *rest) is None
 
 
-def one(parameters, **kw):
-    return dict(tools=[function("f", parameters)]) | kw
+def with_schema(**own):
+    return [function("f", dict(properties=dict(a=own)))]
+
+
+BAD_TOOLS = [
+    ("x", "tools "),
+    ({}, "tools "),
+    ([function("f")] * 129, "at most 128"),
+    ([5], "tools[0] "),
+    ([dict(type="custom")], "tools[0].type"),
+    ([dict(type="function")], "tools[0].function "),
+    ([function("f"), function("")], "tools[1].function.name"),
+    *(([function(name)], "function.name") for name in ("a b", "x" * 65, "f\n", 5)),
+    ([function("f")] * 2, "'f'"),
+    ([function("f", description=5)], "function.description"),
+    ([function("f", strict="yes")], "function.strict"),
+    ([function("f", [])], "function.parameters"),
+    ([function("f", dict(type="string"))], "parameters.type"),
+    ([function("f", dict(properties=5))], "function.parameters.properties"),
+    ([function("f", dict(required=5))], "function.parameters.required"),
+    ([function("f", dict(x=float("nan")))], "NaN"),
+    ([function("f", {"properties": {"a": {"if": {}}}}, strict=True)], "strict"),
+]
+BAD_CHOICES = [
+    ("any", "'required'"),
+    ("a\nb", "tool_choice"),
+    (5, "tool_choice"),
+    (dict(type="function"), "tool_choice.function "),
+    (function("g"), "'g'"),
+    (dict(type="allowed_tools"), "tool_choice.allowed_tools "),
+    (allowed("none", "now"), "allowed_tools.mode"),
+    (allowed("auto"), "allowed_tools.tools"),
+    (allowed("auto", "g"), "'g'"),
+]
 
 
 @pytest.mark.parametrize(
-    "given,words",
+    "given, words",
     [
-        (dict(tools="x"), "tools "),
-        (dict(tools={}), "tools "),
-        (dict(tools=[function("f")] * 129), "at most 128"),
-        (dict(tools=[5]), "tools[0] "),
-        (dict(tools=[dict(type="custom")]), "tools[0].type"),
-        (dict(tools=[dict(type="function")]), "tools[0].function "),
-        (dict(tools=[function("f"), function("")]), "tools[1].function.name"),
-        (dict(tools=[function("a b")]), "function.name"),
-        (dict(tools=[function("x" * 65)]), "function.name"),
-        (dict(tools=[function("f\n")]), "function.name"),
-        (dict(tools=[function(5)]), "function.name"),
-        (dict(tools=[function("f"), function("f")]), "'f'"),
-        (dict(tools=[function("f", description=5)]), "function.description"),
-        (dict(tools=[function("f", strict="yes")]), "function.strict"),
-        (one([]), "function.parameters"),
-        (one(dict(type="string")), "parameters.type"),
-        (one(dict(properties=5)), "function.parameters.properties"),
-        (one(dict(required=5)), "function.parameters.required"),
-        (one(dict(x=float("nan"))), "NaN"),
-        (dict(tools=[function("f", {"properties": {"a": {"if": {}}}}, strict=True)]), "strict"),
-        (one(dict(properties=dict(a=dict(type="thing"))), tool_choice="required"), "parameters"),
+        *((dict(tools=tools), words) for tools, words in BAD_TOOLS),
+        *((dict(tools=TOOLS, tool_choice=choice), words) for choice, words in BAD_CHOICES),
+        (dict(tool_choice="required"), "needs tools"),
+        (dict(tool_choice="required", tools=with_schema(type="thing")), "parameters"),
         (
-            one(
-                dict(properties=dict(a=dict(type="array", uniqueItems=True))),
-                tool_choice=function("f"),
-            ),
+            dict(tool_choice=function("f"), tools=with_schema(type="array", uniqueItems=True)),
             "uniqueItems",
         ),
-        (dict(tool_choice="required"), "needs tools"),
-        (dict(tools=TOOLS, tool_choice="any"), "'required'"),
-        (dict(tools=TOOLS, tool_choice="a\nb"), "tool_choice"),
-        (dict(tools=TOOLS, tool_choice=5), "tool_choice"),
-        (dict(tools=TOOLS, tool_choice=dict(type="function")), "tool_choice.function "),
-        (dict(tools=TOOLS, tool_choice=function("g")), "'g'"),
-        (dict(tools=TOOLS, tool_choice=dict(type="allowed_tools")), "tool_choice.allowed_tools "),
-        (dict(tools=TOOLS, tool_choice=allowed("none", "now")), "allowed_tools.mode"),
-        (dict(tools=TOOLS, tool_choice=allowed("auto")), "allowed_tools.tools"),
-        (dict(tools=TOOLS, tool_choice=allowed("auto", "g")), "'g'"),
         (dict(tools=TOOLS, parallel_tool_calls="yes"), "parallel_tool_calls"),
     ],
 )
 def test_what_is_wrong_is_said_by_field(given, words):
     with pytest.raises(BadRequest) as e:
-        take_tools(dict(given))
+        take_tools(given)
     said, param = str(e.value), e.value.param
     assert words in said and "\n" not in said and len(said) < 400
     assert param in ("tools", "tool_choice", "parallel_tool_calls") and said.startswith(param)
@@ -901,24 +903,16 @@ def test_a_conversation_goes_on_after_a_call(tmp_path, name):
         assert r["response"]["body"]["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    "words,body",
-    [
-        ("response_format", dict(tools=TOOLS, response_format=dict(type="json_object"))),
-        ("tools[0].function", dict(tools=[dict(type="function")])),
-        ("tool_choice", dict(tools=TOOLS, tool_choice="any")),
-        (None, {}),
-        (None, dict(tools=TOOLS, stop="x")),
-        (None, dict(tools=TOOLS, n=2)),
-    ],
-)
-def test_lines_that_can_not_run(tmp_path, words, body):
-    [r] = run(tmp_path / "a", [ask(0, **dict(max_tokens=2) | body)], llm())
-    if words:
-        assert words in r["error"]["message"]
-    else:
-        assert r["error"] is None
-        assert len(r["response"]["body"]["choices"]) == body.get("n", 1)
+@pytest.mark.parametrize("more", [{}, dict(tools=TOOLS, stop="x"), dict(tools=TOOLS, n=2)])
+def test_lines_that_run(tmp_path, more):
+    [r] = run(tmp_path / "a", [ask(0, **dict(max_tokens=2) | more)], llm())
+    assert r["error"] is None and len(r["response"]["body"]["choices"]) == more.get("n", 1)
+
+
+def test_a_line_for_tools_that_can_not_run_says_why(tmp_path):
+    own = ask(0, tools=TOOLS, response_format=dict(type="json_object"))
+    [r] = run(tmp_path / "a", [own], llm())
+    assert "response_format" in r["error"]["message"]
 
 
 def test_lines_for_a_model_without_tools(tmp_path):
