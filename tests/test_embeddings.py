@@ -22,6 +22,7 @@ from batchlab.llm.pooled import (
 )
 from batchlab.llm.rectangle import SoloRunner
 from batchlab.models.tiny import tiny_adapter
+from batchlab.tasks.pooling import pool_prompts
 from helpers import ids, same
 from test_encoders import encoder
 
@@ -125,7 +126,7 @@ def test_a_cross_encoder_gets_the_types_of_a_pair():
     llm, prompt, types = LLM(model, max_num_seqs=3), [5, 9, 2, 31, 7, 8], [0, 0, 0, 1, 1, 1]
     pair = {"prompt_token_ids": prompt, "token_type_ids": types}
     asked = [pair, {"prompt_token_ids": prompt}, [7, 8]]
-    got = [o.outputs.score for o in llm._pool("score", asked, None, None, None, None)]
+    got = [o.outputs.score for o in pool_prompts(llm, "score", asked, None, None, None, None)]
     each = (prompt, types), (prompt, [0] * 6), ([7, 8], [0, 0])
     want = [logits(model, p, token_type_ids=torch.tensor([t])).sigmoid().item() for p, t in each]
     assert got == pytest.approx(want, abs=1e-5) and abs(got[0] - got[1]) > 1e-4

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..tasks.beam_params import BeamSearchParams
 from ..core.params import SamplingParams
-from ..errors import suggest_names
-from ..errors import BatchlabError, ParamError
+from ..errors import BatchlabError, ParamError, suggest_names
 from ..llm.config import check_count
 from batchlab.llm.inputs import (
     Bar,
@@ -23,11 +22,11 @@ from batchlab.llm.inputs import (
     PriorityEach,
     Prompt,
     Prompts,
+    ParsedPrompt,
     Talks,
     TimeoutEach,
     as_list,
     chat_options,
-    check_bar,
     is_talk,
     prompt_ids_of,
     read_prompt,
@@ -107,19 +106,15 @@ class StreamCalls(LLMBase):
 
         It runs in the background after `start`, or as `step` is called. Raises `EngineError`,
         `ParamError`, `ModelError`."""
-        if (
-            isinstance(sampling_params, str)
-            or stream_callback is not None
-            and not callable(stream_callback)
-        ):
+        no_callback = stream_callback is not None and not callable(stream_callback)
+        if no_callback or isinstance(sampling_params, str):
             raise ParamError(
                 "add_request takes the prompt first, unlike vLLM: add_request(prompt, "
                 "sampling_params, request_id=…)"
             )
         [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
-        read = read_prompt(prompt, settings, chat)
         name = None if request_id is None else str(request_id)
-        groups = self._groups([read], stream_callback, name)
+        groups = self._groups([read_prompt(prompt, settings, chat)], stream_callback, name)
         self.submit(groups)
         return groups[0].request_id
 
@@ -149,12 +144,8 @@ class ListCalls(StreamCalls):
         run a few of them again alone and compare, see `LLM.verify`. Raises `ParamError`,
         `PromptError` if not one of them is a prompt, and `ModelError` if none can run, as there
         is no tokenizer for text."""
-        check_bar(use_tqdm)
-        outs = self._collect(
-            read_prompts(prompts, False, sampling_params, priority, timeout, lora_request),
-            use_tqdm,
-        )
-        return self._checked(outs) if verify else outs
+        read = read_prompts(prompts, False, sampling_params, priority, timeout, lora_request)
+        return self._answers(read, use_tqdm, verify)
 
     def verify(
         self,
@@ -171,10 +162,25 @@ class ListCalls(StreamCalls):
         self.report.log()
         return self.report
 
-    def _checked(self, outs: Outputs[RequestOutput]) -> Outputs[RequestOutput]:
-        "`outs` with the `report` of a check of some of them."
-        outs.report = self.verify(outs)
+    def _answers(
+        self, prompts: Sequence[ParsedPrompt], use_tqdm: Bar, verify: bool
+    ) -> Outputs[RequestOutput]:
+        "What became of `prompts`, and if that is to `verify` with the `report` of it."
+        outs = self._collect(prompts, use_tqdm)
+        if verify:
+            outs.report = self.verify(outs)
         return outs
+
+    def plan(
+        self,
+        prompts: Prompts,
+        sampling_params: ParamsEach = None,
+        chat: bool = False,
+        lora_request: AdapterChoices = None,
+    ) -> MemoryPlan:
+        "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
+        read = read_prompts(prompts, chat, sampling_params, lora_request=lora_request)
+        return make_plan(self, self._groups(read))
 
 # %% ../../nbs/2_core/api.ipynb #ac5146dd
 class ChatCalls(ListCalls):
@@ -209,12 +215,8 @@ class ChatCalls(ListCalls):
         )
         talks = [m if isinstance(m, dict) else {"messages": m} for m in as_list(messages, True)]
         talks = [options | m for m in talks]
-        check_bar(use_tqdm)
-        outs = self._collect(
-            read_prompts(talks, True, sampling_params, priority, timeout, lora_request),
-            use_tqdm,
-        )
-        return self._checked(outs) if verify else outs
+        read = read_prompts(talks, True, sampling_params, priority, timeout, lora_request)
+        return self._answers(read, use_tqdm, verify)
 
 # %% ../../nbs/2_core/api.ipynb #2a9916a7
 def first_scored(llm: LLMBase, prompt: Prompt, start: int) -> int:
@@ -251,7 +253,6 @@ class ScoreCalls(ChatCalls):
         ]
         for own in (own for p in talks for own in split_settings(p)[1]):
             raise ParamError(f"{own}: logprobs has no settings, leave it out")
-
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outs = self.generate(
             talks,
@@ -311,14 +312,11 @@ class LLM(ChoiceCalls, PoolingCalls, LoRACalls):
 
     `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model,
     which is left as it was found. `tokenizer`: None takes the model's own, a name or folder that
-    one's; with a loaded model None means ids in, ids out. `max_num_seqs`: sequences at once.
-    `max_num_batched_tokens`: tokens a step. `max_model_len`: most tokens of prompt and answer
-    together. `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or
-    False; `backend` says what came of it. `quantization`: None or 'int8', see chapter 22 for
-    what it costs. `kv_cache_bytes`: the most that keys and values may take, of which only what
-    the requests need is taken. What is None is chosen from the device and its free memory, see
-    `limits`. `enable_prefix_caching`: reuse the KV of earlier requests with the same beginning.
-    `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the
+    one's; with a loaded model None means ids in, ids out. `compile`: run on kernels compiled on
+    this machine, 'auto' (if it can), True or False; `backend` says what came of it.
+    `quantization`: None or 'int8', see chapter 22 for what it costs. `kv_cache_bytes`: the most
+    that keys and values may take, of which only what the requests need is taken. What is None is
+    chosen from the device and its free memory, see `limits`. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the
     order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix).
     `logprobs_mode`: what `logprobs` are of, for requests that don't say: 'raw_logprobs' of what
     the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
@@ -327,19 +325,7 @@ class LLM(ChoiceCalls, PoolingCalls, LoRACalls):
     `recorder`; to record a part of it, see `trace`. `enable_lora`: requests may have adapters
     (chapter 32): of at most `max_loras` at once (8), up to `max_lora_rank`, `max_cpu_loras` in
     memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at
-    now. `chat_template`: instead of the tokenizer's own, as text or a file. Raises `ModelError`,
-    `ParamError`."""
-
-    def plan(
-        self,
-        prompts: Prompts,
-        sampling_params: ParamsEach = None,
-        chat: bool = False,
-        lora_request: AdapterChoices = None,
-    ) -> MemoryPlan:
-        "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
-        read = read_prompts(prompts, chat, sampling_params, lora_request=lora_request)
-        return make_plan(self, self._groups(read))
+    now. The others are as they are called. Raises `ModelError`, `ParamError`."""
 
     def map(
         self,

@@ -30,10 +30,17 @@ from ..tasks.lora import AdapterChoice
 from ..models.lengths import SHORT, chars_in
 from . import LLM
 from .base import trim_memory
-from ..llm.outputs import CompletionOutput, RequestOutput, Stats, StreamEvent, total_logprob
+from batchlab.llm.outputs import (
+    CompletionOutput,
+    RequestGroup,
+    RequestOutput,
+    Stats,
+    StreamEvent,
+    total_logprob,
+)
 
 # %% auto #0
-__all__ = ['AsyncBase', 'AsyncQueue', 'AsyncLLM']
+__all__ = ['AsyncBase', 'AsyncQueue', 'AsyncCalls', 'AsyncLLM']
 
 # %% ../../nbs/2_core/46_async.ipynb #087a529e
 @dataclass(eq=False)
@@ -176,10 +183,8 @@ class AsyncBase:
         self.max_pending = max_pending
         self.answers: dict[str, _Answer] = {}  # of those that are not done
         self.loops: dict[asyncio.AbstractEventLoop, _Mailbox] = {}
-        self.queuer, self.long_queuer = (
-            ThreadPoolExecutor(1, "batchlab-queue"),
-            ThreadPoolExecutor(1, "batchlab-queue-long"),
-        )
+        self.queuer = ThreadPoolExecutor(1, "batchlab-queue")
+        self.long_queuer = ThreadPoolExecutor(1, "batchlab-queue-long")
         self.door = threading.Lock()  # held by who hands a request over, and by who closes
 
     def __repr__(self) -> str:
@@ -209,15 +214,56 @@ class AsyncBase:
             with self.door:
                 self.llm.close()
 
-        await asyncio.shield(
-            asyncio.wrap_future(self.queuer.submit(close))
-        )  # behind what is being queued
+        # behind what is being queued
+        await asyncio.shield(asyncio.wrap_future(self.queuer.submit(close)))
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
+
+# %% ../../nbs/2_core/46_async.ipynb #a15d318f
+@dataclass(eq=False)
+class _Order:
+    "What was `asked` of `llm`, and when: in a queuer's thread it becomes what the engine takes."
+
+    llm: LLM
+    answer: _Answer
+    mailbox: _Mailbox
+    prompt: Any
+    settings: Settings
+    chat: bool
+    asked: float = field(default_factory=time.perf_counter)
+
+    def tell(self, event: StreamEvent) -> None:
+        "Pass on what a step gave, in the engine's thread."
+        if self.answer.grow or event.finished:
+            self.mailbox.put(self.answer, event, self.llm.after)
+
+    def end(self, reason: str) -> None:
+        "End it for a `reason` before the engine has heard of it."
+        name = self.answer.request_id
+        output = RequestOutput(name, outputs=[CompletionOutput(0, finish_reason=reason)])
+        event = StreamEvent(name, finish_reason=reason, finished=True, output=output)
+        self.mailbox.put(self.answer, event)
+
+    def group(self) -> RequestGroup | None:
+        "Its prompt, tokenised and ready for the engine; None if it has ended by now."
+        if self.answer.aborted:
+            return self.end("cancelled")
+        name, settings = self.answer.request_id, self.settings
+        if settings.timeout is not None:
+            left = settings.timeout - (time.perf_counter() - self.asked)
+            if left <= 0:
+                return self.end("timeout")
+            settings = replace(settings, timeout=left)
+        if hasattr(self.prompt, "as_group"):  # texts that are one request
+            return self.prompt.as_group(
+                self.llm, name, self.tell, 0, settings.priority, settings.timeout
+            )
+        read = read_prompt(self.prompt, settings, self.chat)
+        return self.llm._groups([read], self.tell, name)[0]
 
 # %% ../../nbs/2_core/46_async.ipynb #8141f787
 class AsyncQueue(AsyncBase):
@@ -246,66 +292,29 @@ class AsyncQueue(AsyncBase):
             loop, _Mailbox(loop, asyncio.Semaphore(self.max_pending), self.llm.cancel)
         )
 
-    def _queue(
-        self,
-        answer: _Answer,
-        mailbox: _Mailbox,
-        asked: float,
-        prompt: Any,
-        settings: Settings,
-        chat: bool,
-    ) -> str | None:
+    def _queue(self, order: _Order) -> str | None:
         "Give the engine a request, in a queuer's thread; its id, or None if it had ended by then."
-
-        def tell(event: StreamEvent) -> None:  # in the engine's thread
-            if answer.grow or event.finished:
-                mailbox.put(answer, event, self.llm.after)
-
-        def end(reason: str) -> None:  # before the engine heard of it
-            output = RequestOutput(request_id, outputs=[CompletionOutput(0, finish_reason=reason)])
-            mailbox.put(
-                answer, StreamEvent(request_id, finish_reason=reason, finished=True, output=output)
-            )
-
-        request_id = answer.request_id
-        if answer.aborted:
-            return end("cancelled")
-        if settings.timeout is not None:
-            left = settings.timeout - (time.perf_counter() - asked)
-            if left <= 0:
-                return end("timeout")
-            settings = replace(settings, timeout=left)
-        if hasattr(prompt, "as_group"):  # texts that are one request
-            group = prompt.as_group(
-                self.llm, request_id, tell, 0, settings.priority, settings.timeout
-            )
-        else:
-            read = read_prompt(prompt, settings, chat)
-            [group] = self.llm._groups([read], tell, request_id)
+        answer, group = order.answer, order.group()
+        if group is None:
+            return None
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
         with self.door:
             if answer.aborted:
-                return end("cancelled")  # the engine may be closed by now
+                return order.end("cancelled")  # the engine may be closed by now
             self.llm.submit([group])
             self.llm.start()  # after it: whoever stopped the engine meanwhile, it runs
         if answer.aborted:
-            self.llm.cancel(request_id)
-        return request_id
+            self.llm.cancel(answer.request_id)
+        return answer.request_id
 
     def _cancel(self, job: Future[str | None]) -> None:
         "Cancel the request that `job` gave the engine, if it did."
         if not job.cancelled() and not job.exception() and (request_id := job.result()) is not None:
             self.llm.cancel(request_id)
 
-# %% ../../nbs/2_core/46_async.ipynb #fea3e7ff
-class AsyncLLM(AsyncQueue):
-    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks
-    as you like.
-
-    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`:
-    what else `LLM` takes. `max_pending`: requests that the engine has at once; those beyond wait
-    their turn. `async with` closes it at the end. It is for one thread, and for any number of
-    event loops one after the other."""
+# %% ../../nbs/2_core/46_async.ipynb #6590e865
+class AsyncCalls(AsyncQueue):
+    "The call for a prompt, and its end from outside."
 
     async def generate(
         self,
@@ -328,28 +337,18 @@ class AsyncLLM(AsyncQueue):
         ends it when that comes. Closing the generator or cancelling its task cancels the
         request. Raises `EngineError` for an id that is not done yet, `ParamError`."""
         self.llm.check_process()
-        request_id, asked = (
-            self._next_id() if request_id is None else str(request_id),
-            time.perf_counter(),
-        )
+        request_id = self._next_id() if request_id is None else str(request_id)
         if request_id in self.answers:
             raise EngineError(f"request {request_id!r} is not done yet: give another id")
         [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
         answer, mailbox = _Answer(request_id, grow=grow), self._mailbox()
+        order = _Order(self.llm, answer, mailbox, prompt, settings, chat)
         self.answers[request_id] = answer
         try:
             await mailbox.places.acquire()
             answer.free = mailbox.places.release
             queuer = self.queuer_for(prompt)
-            job = queuer.submit(
-                self._queue,
-                answer,
-                mailbox,
-                asked,
-                prompt,
-                settings,
-                chat,
-            )
+            job = queuer.submit(self._queue, order)
             if queuer is self.long_queuer:
                 job.add_done_callback(lambda _: trim_memory(cuda=False))
             try:
@@ -360,13 +359,32 @@ class AsyncLLM(AsyncQueue):
                     yield output
             finally:
                 if not answer.last and not job.cancel():
-                    answer.aborted = (
-                        True  # which spares the engine what is being tokenised for nobody
-                    )
+                    answer.aborted = True  # who tokenises it need not go on
                     job.add_done_callback(self._cancel)
         finally:
             answer.leave()
             del self.answers[request_id]
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request with what it has by now; whether there was one. Its reader gets a last
+        output, 'cancelled'.
+
+        One that still waits for its turn ends as soon as that comes."""
+        answer = self.answers.get(str(request_id))
+        if answer:
+            answer.aborted = True
+            self.llm.cancel(answer.request_id)
+        return answer is not None
+
+# %% ../../nbs/2_core/46_async.ipynb #fea3e7ff
+class AsyncLLM(AsyncCalls):
+    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks
+    as you like.
+
+    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`:
+    what else `LLM` takes. `max_pending`: requests that the engine has at once; those beyond wait
+    their turn. `async with` closes it at the end. It is for one thread, and for any number of
+    event loops one after the other."""
 
     def chat(
         self,
@@ -402,14 +420,3 @@ class AsyncLLM(AsyncQueue):
             timeout=timeout,
             lora_request=lora_request,
         )
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request with what it has by now; whether there was one. Its reader gets a last
-        output, 'cancelled'.
-
-        One that still waits for its turn ends as soon as that comes."""
-        answer = self.answers.get(str(request_id))
-        if answer:
-            answer.aborted = True
-            self.llm.cancel(answer.request_id)
-        return answer is not None

@@ -19,12 +19,11 @@ from ..core.blocks import KVBudget
 from ..core.cache import Shape
 from ..core.ledger import Ledger
 from ..core.params import SamplingParams, check_logprobs_mode
-from ..errors import suggest_names
-from ..errors import EngineError, ModelError
+from ..errors import EngineError, ModelError, suggest_names
 from batchlab.llm.config import (
     Limits,
     check_compile,
-    check_count,
+    check_counts,
     check_quantization,
     check_strategy,
     choose_limits,
@@ -32,7 +31,7 @@ from batchlab.llm.config import (
     no_collection,
     rope_switch,
 )
-from ..llm.inputs import Bar, ParsedPrompt, log_failures
+from ..llm.inputs import Bar, ParsedPrompt, check_bar, log_failures
 from ..llm.loop import BackgroundLoop, Delivery, EngineSet
 from ..llm.outputs import Outputs, RequestGroup, RequestOutput, Stats, StreamEvent
 from ..llm.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
@@ -121,6 +120,23 @@ class ModelState(BackgroundLoop):
 # %% ../../nbs/2_core/base.ipynb #b337ac8b
 class LoadedModel(ModelState):
     "A model that finds out about itself, as often as it has changed."
+
+    def load(
+        self,
+        model: str | PreTrainedModel | None,
+        tokenizer: str | PreTrainedTokenizerBase | None,
+        dtype: str | torch.dtype,
+        device: str | torch.device,
+        template: str | None,
+    ) -> None:
+        "Take a model, or load the one of that name. Raises `ModelError`, `ParamError`."
+        self.own = not isinstance(model, torch.nn.Module)
+        self.source = model if self.own else None, tokenizer, dtype, device
+        self.model, own = model_and_tokenizer(model, tokenizer, dtype, device)
+        self.tokenizer = with_template(own, template)
+        if self.tokenizer is not None and self.tokenizer is not tokenizer:
+            hush(self.tokenizer)  # no object of the caller's
+        self.read_model()
 
     def read_model(self) -> None:
         "Take from the model what it says of itself."
@@ -247,6 +263,7 @@ class PromptLoop(PromptStream):
     ) -> Outputs[RequestOutput]:
         """All outputs of a call in input order, under a progress bar if that was asked for, or
         may be seen."""
+        check_bar(use_tqdm)
         done: dict[int, RequestOutput] = {}
         events = contextlib.closing(self._stream(prompts, longest_first=True))
         with CallBar(len(prompts), use_tqdm) as bar, events as coming:
@@ -275,17 +292,14 @@ def facts_of(llm: LoadedModel) -> dict[str, str]:
         **({} if llm.adapters is None else {"adapters": str(llm.adapters)}),
     )
 
-
+# %% ../../nbs/2_core/base.ipynb #e64cc1ec
 class Upkeep(PromptLoop):
     "What a model with prompts under way shows of itself, and what can be done to it as a whole."
 
     def __repr__(self) -> str:
         about, limits = facts_of(self), self.limits
-        context = (
-            f"{limits.max_model_len:,} tokens of context"
-            if limits.max_model_len
-            else "no limit of context"
-        )
+        most = limits.max_model_len
+        context = f"{most:,} tokens of context" if most else "no limit of context"
         return f"LLM({about['model']}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} slots, {context})"
 
     def _repr_html_(self) -> str:
@@ -320,6 +334,20 @@ class Upkeep(PromptLoop):
                 with no_collection():
                     self.model, _ = model_and_tokenizer(*self.source)
             self.engines.reopen()
+
+    def trace(
+        self, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000
+    ) -> Recorder:
+        """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments
+        see `batchlab.view.trace.trace`.
+
+        It is `recorder` from then on, unless the one there still records."""
+        from batchlab.view.trace import trace
+
+        recorder = trace(self, text, max_rows, max_text)
+        if self.recorder not in self.watchers:
+            self.recorder = recorder
+        return recorder
 
 # %% ../../nbs/2_core/base.ipynb #82135c2e
 def trim_memory(cuda: bool = True) -> None:
@@ -358,8 +386,7 @@ class Lifetime(Upkeep):
 
 # %% ../../nbs/2_core/base.ipynb #98d42466
 class LLMBase(Lifetime):
-    """A model that takes prompts, put together from settings; `batchlab.api.LLM` says what each
-    of them means."""
+    "A model that takes prompts, put together from settings, which `batchlab.api.LLM` explains."
 
     @no_collection()
     def __init__(
@@ -394,30 +421,21 @@ class LLMBase(Lifetime):
         chat_template: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        # what was asked for
         self.strategy = check_strategy(strategy)
         self.enable_prefix_caching = enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile = check_compile(compile)
         self.quantization = check_quantization(quantization, strategy)
         self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.pooler_config = PoolerConfig.of(pooler_config)
-        limits = dict(
+        self.asked_limits = check_counts(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
         )
-        self.asked_limits = {name: check_count(name, x) for name, x in limits.items()}
         template = check_template(chat_template)
         check_folders(lora_modules, max_lora_rank)
-        # the model, and what it says of itself
-        self.own = not isinstance(model, torch.nn.Module)
-        self.source = model if self.own else None, tokenizer, dtype, device
-        self.model, self.tokenizer = model_and_tokenizer(model, tokenizer, dtype, device)
-        self.tokenizer = with_template(self.tokenizer, template)
-        if self.tokenizer is not None and self.tokenizer is not tokenizer:
-            hush(self.tokenizer)  # no object of the caller's
-        self.read_model()
+        self.load(model, tokenizer, dtype, device, template)
         if enable_lora or lora_modules:
             self.adapters = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
         # who is told of what happens, and how it can run, found by trying it
@@ -428,20 +446,6 @@ class LLMBase(Lifetime):
         check_modules(self)
         if trace:
             self.trace().start()
-
-    def trace(
-        self, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000
-    ) -> Recorder:
-        """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments
-        see `batchlab.view.trace.trace`.
-
-        It is `recorder` from then on, unless the one there still records."""
-        from batchlab.view.trace import trace
-
-        recorder = trace(self, text, max_rows, max_text)
-        if self.recorder not in self.watchers:
-            self.recorder = recorder
-        return recorder
 
 # %% ../../nbs/2_core/base.ipynb #6275deea
 suggest_names(LLMBase, ModelState, Upkeep)

@@ -74,12 +74,8 @@ def _count_longest(llm: LoadedModel, lengths: Iterable[int]) -> tuple[int, int]:
 
 def make_plan(llm: LoadedModel, groups: Sequence[RequestGroup]) -> MemoryPlan:
     "The `MemoryPlan` of prompts that were made ready by `admit`."
-    rs, l, size, found = (
-        [r for g in in_order(llm, groups) for r in g.requests],
-        llm.limits,
-        llm.backend.block_size,
-        None,
-    )
+    rs = [r for g in in_order(llm, groups) for r in g.requests]
+    l, size, found = llm.limits, llm.backend.block_size, None
     lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
     if llm.shapes and llm.strategy == "continuous" and tokens <= 200_000:
         found = simulate(
@@ -114,17 +110,13 @@ def make_plan(llm: LoadedModel, groups: Sequence[RequestGroup]) -> MemoryPlan:
 # %% ../../nbs/2_core/plan.ipynb #4c608bc9
 def make_stats(llm: LoadedModel) -> Stats:
     "The `Stats` of this moment."
-    d, engines, all_time = (
-        llm.delivery.sums,
-        list(llm.engines.values()),
-        sum_ledgers([llm.engines.past, llm.ledger]),
-    )
+    d, engines = llm.delivery.sums, list(llm.engines.values())
+    all_time = sum_ledgers([llm.engines.past, llm.ledger])
     mean = lambda name: d[name] / d[f"n {name}"] if d[f"n {name}"] else math.nan
     schedulers = [e.scheduler for e in engines]
     pools, running = [s.pool for s in schedulers], sum(len(s.running) for s in schedulers)
-    used = [
-        s.max_num_seqs for s in schedulers if s.running
-    ]  # engines of two kinds that run take turns
+    # engines of two kinds that run take turns
+    used = [s.max_num_seqs for s in schedulers if s.running]
     slots = sum(used) or max((s.max_num_seqs for s in schedulers), default=0)
     return Stats(
         dict(llm.delivery.ends),

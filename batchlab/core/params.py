@@ -23,69 +23,51 @@ __all__ = ['RULES', 'LOGPROBS_MODES', 'SETTINGS', 'is_number', 'number_of', 'che
 _ABOVE_0, _FINITE = (
     nextafter(0, 1),
     sys.float_info.max,
-)  # the least number above 0, the largest below infinity
+)  # the least above 0, the most below infinity
 _LARGEST = 2**63 - 1  # a count beyond it, larger than any there is, counts as this
+_WHOLE = "a whole number of at least"
+_Rule = tuple[type, float, float, str, str]  # type, least, most, what it must be, advice
 
-RULES: dict[str, tuple[type, float, float, str, str]] = (
-    dict(  # (type, least, most, what it must be, advice)
-        n=(int, 1, inf, "a whole number of at least 1", "1 gives one completion"),
-        presence_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
-        frequency_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
-        repetition_penalty=(float, _ABOVE_0, _FINITE, "a finite number above 0", "1 turns it off"),
-        temperature=(float, 0, _FINITE, "a finite number of at least 0", "0 is greedy"),
-        top_p=(
-            float,
-            _ABOVE_0,
-            1,
-            "a number above 0 and at most 1",
-            "1 turns it off; temperature=0 is greedy",
-        ),
-        top_k=(int, -1, inf, "a whole number of at least -1", "0 or -1 turns it off"),
-        min_p=(float, 0, 1, "a number from 0 to 1", "0 turns it off"),
-        seed=(
-            int,
-            0,
-            2**63 - 1,
-            "a whole number from 0 to 2**63-1, or None",
-            "None is a fresh seed each time",
-        ),
-        max_tokens=(
-            int,
-            1,
-            inf,
-            "a whole number of at least 1, or None",
-            "None goes on to the context length",
-        ),
-        min_tokens=(int, 0, inf, "a whole number of at least 0", "0 turns it off"),
-        logprobs=(
-            int,
-            -1,
-            inf,
-            "a whole number of at least -1, or None",
-            "-1 gives the whole vocabulary",
-        ),
-        prompt_logprobs=(
-            int,
-            -1,
-            inf,
-            "a whole number of at least -1, or None",
-            "0 gives the prompt's own tokens",
-        ),
-        prompt_logprob_start=(
-            int,
-            0,
-            inf,
-            "a whole number of at least 0",
-            "0 gives all tokens of the prompt but the first",
-        ),
-        truncate_prompt_tokens=(
-            int,
-            -1,
-            inf,
-            "a whole number above 0, -1 or None",
-            "-1 keeps as many as leave room to answer",
-        ),
-    )
+RULES: dict[str, _Rule] = dict(
+    n=(int, 1, inf, f"{_WHOLE} 1", "1 gives one completion"),
+    presence_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
+    frequency_penalty=(float, -2, 2, "a number from -2 to 2", "0 turns it off"),
+    repetition_penalty=(float, _ABOVE_0, _FINITE, "a finite number above 0", "1 turns it off"),
+    temperature=(float, 0, _FINITE, "a finite number of at least 0", "0 is greedy"),
+    top_p=(
+        float,
+        _ABOVE_0,
+        1,
+        "a number above 0 and at most 1",
+        "1 turns it off; temperature=0 is greedy",
+    ),
+    top_k=(int, -1, inf, f"{_WHOLE} -1", "0 or -1 turns it off"),
+    min_p=(float, 0, 1, "a number from 0 to 1", "0 turns it off"),
+    seed=(
+        int,
+        0,
+        _LARGEST,
+        "a whole number from 0 to 2**63-1, or None",
+        "None is a fresh seed each time",
+    ),
+    max_tokens=(int, 1, inf, f"{_WHOLE} 1, or None", "None goes on to the context length"),
+    min_tokens=(int, 0, inf, f"{_WHOLE} 0", "0 turns it off"),
+    logprobs=(int, -1, inf, f"{_WHOLE} -1, or None", "-1 gives the whole vocabulary"),
+    prompt_logprobs=(int, -1, inf, f"{_WHOLE} -1, or None", "0 gives the prompt's own tokens"),
+    prompt_logprob_start=(
+        int,
+        0,
+        inf,
+        f"{_WHOLE} 0",
+        "0 gives all tokens of the prompt but the first",
+    ),
+    truncate_prompt_tokens=(
+        int,
+        -1,
+        inf,
+        "a whole number above 0, -1 or None",
+        "-1 keeps as many as leave room to answer",
+    ),
 )
 
 
@@ -102,9 +84,7 @@ def is_number(v: object, kind: type) -> bool:
     return isinstance(v, numbers.Real) and not isinstance(v, bool)
 
 
-def number_of(
-    name: str, v: object, rules: dict[str, tuple[type, float, float, str, str]] = RULES
-) -> int | float:
+def number_of(name: str, v: object, rules: dict[str, _Rule] = RULES) -> int | float:
     "`v` as the int or float that field `name` holds by `rules`. Raises `ParamError`."
     kind, least, most, want, advice = rules[name]
     n: Any = v
@@ -267,27 +247,9 @@ class StructuredOutputsParams:
             f"must be an object with one of {', '.join(_KINDS)}, got {str(x)[:80]}",
         )
 
-# %% ../../nbs/2_core/params.ipynb #97b6cb9d
-_NONE_SAYS = {
-    "seed",
-    "max_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-}  # what None means there
-
-
-def _check_params(p: SamplingParams) -> None:
-    "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
-    if p.seed == -1 and not isinstance(p.seed, bool):
-        p.seed = None
-    if isinstance(p.logprobs, bool):
-        p.logprobs = 0 if p.logprobs else None  # as the chat API asks
-    for name in RULES:
-        v = getattr(p, name)
-        if v is None and name in _NONE_SAYS:
-            continue
-        setattr(p, name, number_of(name, v))
+# %% ../../nbs/2_core/params.ipynb #6b541eee
+def _check_logprobs(p: SamplingParams) -> None:
+    "Normalise and check which log probabilities `p` asks for, and what they are of."
     if p.logprobs_mode is not None:
         check_logprobs_mode(p.logprobs_mode)
     if p.logprob_token_ids is not None:
@@ -312,14 +274,29 @@ def _check_params(p: SamplingParams) -> None:
             mode=Option("logprobs_mode", p.logprobs_mode),
             logprobs=Option("logprobs"),
         )
+
+# %% ../../nbs/2_core/params.ipynb #97b6cb9d
+# where None says something
+_NONE_SAYS = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
+
+
+def _check_params(p: SamplingParams) -> None:
+    "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
+    if p.seed == -1 and not isinstance(p.seed, bool):
+        p.seed = None
+    if isinstance(p.logprobs, bool):
+        p.logprobs = 0 if p.logprobs else None  # as the chat API asks
+    for name in RULES:
+        v = getattr(p, name)
+        if v is None and name in _NONE_SAYS:
+            continue
+        setattr(p, name, number_of(name, v))
+    _check_logprobs(p)
     for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
         if not isinstance(v := getattr(p, name), bool):
             raise _about(name, f"must be True or False, got {v!r}")
-    p.stop, p.stop_until, p.bad_words = (
-        _strings("stop", p.stop),
-        _strings("stop_until", p.stop_until),
-        _bad_words(p.bad_words),
-    )
+    p.stop, p.stop_until = _strings("stop", p.stop), _strings("stop_until", p.stop_until)
+    p.bad_words = _bad_words(p.bad_words)
     p.stop_token_ids = _ids("stop_token_ids", [] if p.stop_token_ids is None else p.stop_token_ids)
     if p.logit_bias is not None:
         p.logit_bias = _logit_bias(p.logit_bias)

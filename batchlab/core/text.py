@@ -8,12 +8,12 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['IncrementalDecoder', 'StopScanner', 'Detokenizer']
 
-# %% ../../nbs/2_core/text.ipynb #4a94903e
+# %% ../../nbs/2_core/text.ipynb #58ce2b7f
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from ..errors import ParamError
-from .tokens import vocabulary_of
+from .tokens import Vocabulary, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from batchlab.core.sampling import Logprob
 
 
+def _window(vocabulary: Vocabulary, ids: Sequence[int], skip: bool) -> tuple[list[int], str]:
+    """The last of `ids`, as many as begin no character in its middle, and their text; with `skip`
+    without special tokens."""
+    seen = lambda i: not (skip and vocabulary.skipped(i))
+    last, text = list[int](), ""
+    for keep in (5, 6, 7, 8, 64) if ids else ():  # a character has up to 4 bytes
+        last = [*itertools.islice(filter(seen, reversed(ids)), keep)][::-1]
+        text = vocabulary.decode(last, skip)
+        if text[:1] not in ("", "\ufffd"):
+            break
+    return last, text
+
+# %% ../../nbs/2_core/text.ipynb #4a94903e
 class IncrementalDecoder:
     """Token ids in, text out as soon as it is settled; together the same as `tokenizer.decode`
     of all ids.
@@ -36,46 +49,21 @@ class IncrementalDecoder:
         skip_special_tokens: bool = True,
         before: Sequence[int] = (),
     ) -> None:
-        self.tokenizer, self.skip, self.vocabulary = (
-            tokenizer,
-            skip_special_tokens,
-            vocabulary_of(tokenizer),
-        )
-        self.ids, self.text, self.sent = (
-            [],
-            "",
-            0,
-        )  # the window, its text, how much of that was given out
-        self.owed = ""  # U+FFFD at the end of the prompt
-        if before:
-            self._begin_behind(before)
-
-    def _begin_behind(self, before: Sequence[int]) -> None:
-        "Let the last ids of `before` be the window: as many as begin no character in its middle."
-        for keep in (5, 6, 7, 8, 64):  # a character has up to 4 bytes
-            last = itertools.islice((i for i in reversed(before) if not self.skips(i)), keep)
-            self.ids = [*last][::-1]
-            self.text = self.decode(self.ids, self.skip)
-            if self.text[:1] not in ("", "\ufffd"):
-                break
-        self.sent = len(self.text.rstrip("\ufffd"))
-        self.owed = self.text[self.sent :]
+        self.tokenizer, self.skip = tokenizer, skip_special_tokens
+        self.vocabulary = vocabulary_of(tokenizer)  # it keeps no tokenizer alive
+        self.ids, self.text = _window(self.vocabulary, before, self.skip)
+        self.sent = len(self.text.rstrip("\ufffd"))  # how much of the window's text was given out
+        self.owed = self.text[self.sent :]  # U+FFFD at the end of the prompt
 
     def skips(self, token_id: int) -> bool:
         "Whether `token_id` is a special token that adds no text."
         return self.skip and self.vocabulary.skipped(token_id)
 
-    def decode(self, ids: list[int], skip: bool) -> str:
-        text: Any = self.tokenizer.decode(
-            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
-        )
-        return text
-
     def add(self, token_id: int) -> str:
         "The text that `token_id` settles, often all of its own, maybe ''."
         if self.skips(token_id):
             return ""  # it stays out of the window
-        text = self.decode(self.ids + [token_id], self.skip)
+        text = self.vocabulary.decode(self.ids + [token_id], self.skip)
         self.ids.append(token_id)
         settled = len(text.rstrip("\ufffd"))  # up to here no later token changes it
         new, self.text, self.sent = text[self.sent : settled], text, max(self.sent, settled)
@@ -88,15 +76,11 @@ class IncrementalDecoder:
     def _shrink(self):
         "Keep a few last ids as window if they read the same without those before."
         for keep in (5, 6, 7, 8):  # a character has up to 4 bytes, so often as many tokens
-            tail = self.decode(self.ids[-keep:], self.skip)
+            tail = self.vocabulary.decode(self.ids[-keep:], self.skip)
             # a tail that begins with U+FFFD may begin inside a character; bytes that never make one end at 64 ids
             clean = tail and not tail.startswith("\ufffd") or len(self.ids) >= 64
-            # `sent`, counted from the start of the tail; below 0 the tail would lack text not yet given out
-            if (
-                clean
-                and self.text.endswith(tail)
-                and (sent := self.sent - len(self.text) + len(tail)) >= 0
-            ):
+            sent = self.sent - len(self.text) + len(tail)  # below 0 it lacks text not yet given out
+            if clean and sent >= 0 and self.text.endswith(tail):
                 self.ids, self.text, self.sent = self.ids[-keep:], tail, sent
                 return
 

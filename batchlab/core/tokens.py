@@ -105,11 +105,8 @@ class Vocabulary:
     for each tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer, self.found, self.skips = (
-            tokenizer,
-            dict[int, tuple[str, bytes]](),
-            dict[int, bool](),
-        )
+        self.tokenizer = tokenizer
+        self.found, self.skips = dict[int, tuple[str, bytes]](), dict[int, bool]()
         self.anchor: tuple[list[int], str] | None = None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling',
-           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'choose_limits',
-           'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'weights_digest', 'model_state']
+           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'fit_context',
+           'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'check_counts',
+           'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -19,22 +20,26 @@ import psutil, torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..core.attention import TorchBackend, attention_override
-from ..fast.trial import layer_specs
-from ..fast.trial import StateProbe, probe_rows, sees_back_only
+from batchlab.fast.trial import (
+    BackendOptions,
+    Probe,
+    StateProbe,
+    layer_specs,
+    probe_rows,
+    same_as_alone,
+    sees_back_only,
+)
 from ..core.backend import Backend
-from ..fast.trial import BackendOptions
 from ..fast.backends import select_backend
 from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
 from ..models.load import load_tokenizer
 from ..models import load_model, max_model_len
 from ..errors import whole_number, written
-from ..fast.trial import Probe, same_as_alone
 from ..basics.padding import can_pad
-from ..core.cache import kv_bytes_per_token
+from ..core.cache import Shape, kv_bytes_per_token
 from ..core.request import Request, Row
 from .shown import megabytes
-from ..core.cache import Shape
 
 log = logging.getLogger("batchlab")
 
@@ -298,6 +303,40 @@ class Limits:
         if self.max_model_len:
             self.max_model_len = min(self.max_model_len, self.kv_tokens)
 
+# %% ../../nbs/2_core/config.ipynb #f96e7cf7
+def fit_context(l: Limits, asked: int | None) -> None:
+    """Let `l` take no request that is longer than its keys and values have room for. Raises
+    `ParamError` if they have none, or not for the length `asked`."""
+    if not l.kv_tokens:
+        raise ParamError(
+            "a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: "
+            "raise {limit}",
+            kv_bytes=l.kv_bytes,
+            per_token=l.kv_bytes_per_token,
+            limit=Option("kv_cache_bytes"),
+        )
+    own = l.max_model_len
+    if own and own <= l.kv_tokens:
+        return
+    if asked:
+        raise ParamError(
+            "{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or "
+            "raise {limit}",
+            kv_bytes=l.kv_bytes,
+            asked=Option("max_model_len", asked),
+            takes=asked * l.kv_bytes_per_token,
+            limit=Option("kv_cache_bytes"),
+        )
+    if own:
+        log.warning(
+            "prompt and answer are limited to %s tokens, of the context of %s, by a KV cache of "
+            "%s bytes",
+            l.kv_tokens,
+            own,
+            f"{l.kv_bytes:,}",
+        )
+    l.max_model_len = l.kv_tokens
+
 # %% ../../nbs/2_core/config.ipynb #81d6c49b
 def choose_limits(
     model: PreTrainedModel,
@@ -332,35 +371,8 @@ def choose_limits(
             tokens=Option("max_num_batched_tokens", l.max_num_batched_tokens),
             seqs=Option("max_num_seqs", l.max_num_seqs),
         )
-    if not per_token:
-        return l
-    if not l.kv_tokens:
-        raise ParamError(
-            "a KV cache of {kv_bytes:,} bytes holds less than 64 tokens of {per_token:,} bytes: "
-            "raise {limit}",
-            kv_bytes=l.kv_bytes,
-            per_token=per_token,
-            limit=Option("kv_cache_bytes"),
-        )
-    if own is None or own > l.kv_tokens:
-        if max_model_len:
-            raise ParamError(
-                "{asked} takes {takes:,} bytes of KV, and there are {kv_bytes:,}: lower it, or "
-                "raise {limit}",
-                kv_bytes=l.kv_bytes,
-                asked=Option("max_model_len", max_model_len),
-                takes=max_model_len * per_token,
-                limit=Option("kv_cache_bytes"),
-            )
-        if own:
-            log.warning(
-                "prompt and answer are limited to %s tokens, of the context of %s, by a KV cache "
-                "of %s bytes",
-                l.kv_tokens,
-                own,
-                f"{l.kv_bytes:,}",
-            )
-        l.max_model_len = l.kv_tokens
+    if per_token:
+        fit_context(l, max_model_len)
     return l
 
 # %% ../../nbs/2_core/config.ipynb #34de1be3
@@ -406,6 +418,11 @@ def check_count(name: str, n: object) -> int | None:
     raise ParamError(
         "{option} must be a whole number of at least 1, got {n}", option=Option(name), n=written(n)
     )
+
+
+def check_counts(**counts: object) -> dict[str, int | None]:
+    "Each of `counts`, by name, as `check_count` gives it."
+    return {name: check_count(name, n) for name, n in counts.items()}
 
 # %% ../../nbs/2_core/config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:

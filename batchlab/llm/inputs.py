@@ -40,9 +40,8 @@ log = logging.getLogger("batchlab")
 __all__ = ['log', 'Prompt', 'Prompts', 'Message', 'Talk', 'Talks', 'Params', 'ParamsEach', 'PoolingEach', 'PriorityEach',
            'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'Listable', 'is_ids', 'is_talk',
            'as_list', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options', 'check_bar',
-           'Settings', 'is_pooling', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt',
-           'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt',
-           'log_failures']
+           'Settings', 'one_each', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt', 'read_prompts',
+           'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt', 'log_failures']
 
 # %% ../../nbs/2_core/inputs.ipynb #6d3ee88f
 class Listable(Protocol):
@@ -280,10 +279,12 @@ class Settings:
     adapter: object = None
 
 
-def is_pooling(params: object) -> bool:
-    "Whether `params`, one for all or one each, ask for hidden states and not for text."
-    first = params[0] if isinstance(params, (list, tuple)) and params else params
-    return isinstance(first, PoolingParams)
+def one_each(what: str, x: object, n: int) -> list[Any]:
+    "`n` values, from one for all or a list of one each; `what` they are. Raises `ParamError`."
+    xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
+    if len(xs) != n:
+        raise ParamError(f"{len(xs)} {what} for {n} prompts: give one for all, or one for each")
+    return xs
 
 
 def _params_of(params: Any) -> SamplingParams | PoolingParams:
@@ -296,11 +297,7 @@ def params_for(params: object, n: int) -> list[SamplingParams | PoolingParams]:
     `ParamError`."""
     if not isinstance(params, (list, tuple)):
         return [_params_of(params)] * n
-    if len(params) != n:
-        raise ParamError(
-            f"{len(params)} sampling parameters for {n} prompts: give one for all, or one for each"
-        )
-    return [_params_of(p) for p in params]
+    return [_params_of(p) for p in one_each("sampling parameters", params, n)]
 
 # %% ../../nbs/2_core/inputs.ipynb #66354b14
 def settings_for(
@@ -323,11 +320,7 @@ def settings_for(
     def spread(
         name: str, x: object, default: object, read: Callable[[Any], Any], want: str
     ) -> list[Any]:
-        xs = list(x) if isinstance(x, (list, tuple)) else [x] * n
-        if len(xs) != n:
-            raise ParamError(
-                f"{len(xs)} values of {name} for {n} prompts: give one for all, or one for each"
-            )
+        xs = one_each(f"values of {name}", x, n)
         found: list[Any] = [default if v is None else read(v) for v in xs]
         for v, got in zip(xs, found):
             if v is not None and got is None:

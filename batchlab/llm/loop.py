@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Inbox', 'Intake', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineKinds', 'EngineSet', 'Delivery']
+__all__ = ['log', 'Inbox', 'Turns', 'Intake', 'StepLoop', 'BackgroundLoop', 'make_engine', 'EngineKinds', 'probe', 'EngineSet',
+           'end_request', 'add_up', 'Delivery']
 
 # %% ../../nbs/2_core/loop.ipynb #90905258
 import contextlib, heapq, itertools, logging, os, threading, time
@@ -38,12 +39,11 @@ from batchlab.errors import (
 from ..core.ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
+from .rectangle import PaddedRunner, PaddedScheduler, SoloRunner
 from ..core.runners import PackedRunner
-from .rectangle import PaddedRunner, SoloRunner
 from ..core.request import Request
 from ..core.scheduler import Scheduler
 from ..basics.prefix import CHUNK, chunk_keys
-from .rectangle import PaddedScheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,18 +59,15 @@ class Inbox:
     delivery: Delivery
 
     def __init__(self) -> None:
-        self.mutex, self.progress, self.process = (
-            threading.Lock(),
-            threading.Condition(),
-            os.getpid(),
-        )
+        self.mutex, self.progress = threading.Lock(), threading.Condition()
+        self.process = os.getpid()
         self.stepper: int | None = None
         self.ids = itertools.count()
         self.inbox: deque[tuple[RequestGroup, str | None]] = deque()
         self.groups: dict[str, RequestGroup] = {}
         self.deadlines: list[tuple[float, int, RequestGroup]] = []
         self.after: deque[Callable[[], object]] = deque()
-        self.stopping: str | None = None
+        self.stopping: str | None = None  # or 'drain' or 'cancel'
 
     @property
     def has_unfinished(self) -> bool:
@@ -115,9 +112,49 @@ class Inbox:
         with self.progress:
             self.progress.notify_all()
 
+# %% ../../nbs/2_core/loop.ipynb #2b19b399
+class Turns(Inbox):
+    "Lets one thread at a time have the engines in hand, `stepper`, which holds `mutex`."
+
+    def _not_inside(self) -> None:
+        self.check_process()
+        if self.stepper == threading.get_ident():
+            raise EngineError(
+                "a stream callback runs inside a step: it may call add_request and cancel, and "
+                "nothing that steps"
+            )
+
+    @contextlib.contextmanager
+    def _hold(self, timeout: float = -1) -> Iterator[bool]:
+        """Nobody else makes a step meanwhile; gives whether that was so within `timeout`
+        seconds. Raises `EngineError` inside a callback."""
+        self._not_inside()
+        mine = self.mutex.acquire(timeout=timeout)
+        try:
+            if mine:
+                self.stepper = threading.get_ident()
+            yield mine
+        finally:
+            if mine:
+                while self.after:
+                    self.after.popleft()()
+                self.stepper = None
+                self.mutex.release()
+                self._wake()
+
 # %% ../../nbs/2_core/loop.ipynb #ed04a809
-class Intake(Inbox):
+class Intake(Turns):
     "Moves what is in the inbox to the engines, and ends what is to end."
+
+    def take_in(self, timeout: float = -1) -> bool:
+        """Queue what came and end what was cancelled or has run out of time, without a step.
+
+        Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it
+        takes); whether that came."""
+        with self._hold(timeout) as mine:
+            if mine:
+                self._take_in()
+        return mine
 
     def _take_in(self) -> None:
         "Queue the prompts that came, and end those that are to be cancelled."
@@ -178,42 +215,6 @@ class StepLoop(Intake):
             self.progress.wait(0.02)
         return True
 
-    def take_in(self, timeout: float = -1) -> bool:
-        """Queue what came and end what was cancelled or has run out of time, without a step.
-
-        Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it
-        takes); whether that came."""
-        with self._hold(timeout) as mine:
-            if mine:
-                self._take_in()
-        return mine
-
-    def _not_inside(self) -> None:
-        self.check_process()
-        if self.stepper == threading.get_ident():
-            raise EngineError(
-                "a stream callback runs inside a step: it may call add_request and cancel, and "
-                "nothing that steps"
-            )
-
-    @contextlib.contextmanager
-    def _hold(self, timeout: float = -1) -> Iterator[bool]:
-        """Nobody else makes a step meanwhile; gives whether that was so within `timeout`
-        seconds. Raises `EngineError` inside a callback."""
-        self._not_inside()
-        mine = self.mutex.acquire(timeout=timeout)
-        try:
-            if mine:
-                self.stepper = threading.get_ident()
-            yield mine
-        finally:
-            if mine:
-                while self.after:
-                    self.after.popleft()()
-                self.stepper = None
-                self.mutex.release()
-                self._wake()
-
     def _step(self) -> None:
         self._take_in()
         try:
@@ -232,32 +233,21 @@ class StepLoop(Intake):
         """An engine itself failed with `e`, by no request's fault: those that it had end, and it
         goes on without."""
         log.error("the engine failed, and goes on without the requests that it had", exc_info=e)
-        kind = self.engines.last
-        self.engines[kind].reset()
-        self.delivery.fail(
-            [
-                g
-                for g in list(self.groups.values())
-                if any(self.engines.kinds.get(r) == kind for r in g.requests)
-            ],
-            "the engine failed with",
-            e,
-        )
+        kinds, failed = self.engines.kinds, self.engines.last
+        self.engines[failed].reset()
+        had = [r.group for r, kind in [*kinds.items()] if kind == failed and r.group]
+        self.delivery.fail(had, "the engine failed with", e)
         return []
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c0b
 class BackgroundLoop(StepLoop):
-    """A `StepLoop` that may run in a `thread` of its own, between `start` and `stop`.
-    `stopping`: None, 'drain' or 'cancel'."""
+    "A `StepLoop` that may run in a `thread` of its own, between `start` and `stop`."
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread: threading.Thread | None = None
-        self.paused = False
+    thread: threading.Thread | None = None
+    paused = False
 
     def start(self) -> Self:
-        """Run the engine in a thread of its own until `stop`. Raises `EngineError` in a forked
-        process."""
+        "Run the engine in a thread of its own until `stop`. Raises `EngineError` in a fork."
         self.check_process()
         release_threads()  # the steps are the other thread's now
         with self.progress:
@@ -267,28 +257,24 @@ class BackgroundLoop(StepLoop):
         return self
 
     def stop(self, drain: bool = True) -> None:
-        """End the background thread, after all requests are done (`drain`) or cancelled. Returns
-        when it has ended."""
-        if self.thread is None:
+        "End the background thread, with all requests done (`drain`) or cancelled; wait for that."
+        thread = self.thread
+        if thread is None:
             return
         self.check_process()
         if self.stepper == threading.get_ident():
             raise EngineError("a stream callback can not stop the engine that runs it")
         with self.progress:
-            thread = self.thread
-            if thread is None:
-                return  # another thread was quicker
-            self.stopping = "drain" if drain else "cancel"
-            self.progress.notify_all()
+            if thread is self.thread:  # else another one was quicker
+                self.stopping = "drain" if drain else "cancel"
+                self.progress.notify_all()
         thread.join()
 
     def pause(self) -> None:
-        """Hold the background thread before its next step, until `resume`, `stop` or the end of
-        `with llm:`.
+        """Hold the background thread before its next step, until `resume`, `stop` or `close`.
 
-        Meanwhile requests may be added, and those that are cancelled or run out of time end.
-        Calls that step by themselves (`generate`, `stream`, `step`) are not held, and move
-        everybody."""
+        Requests may be added meanwhile, and end if they are cancelled or out of time. Calls that
+        step by themselves (`generate`, `stream`, `step`) go on, and move everybody."""
         self.check_process()
         self.paused = True
         self._wake()
@@ -421,6 +407,26 @@ class EngineKinds(dict[str, Engine]):
             if not s.running and s.pool is not owner and s.slots is not owner:
                 e.reset()
 
+# %% ../../nbs/2_core/loop.ipynb #fed549fd
+def probe(llm: LoadedModel) -> Backend:
+    """Try how the model of `llm` runs: its `shapes`, `paddable` or `causal`, and the backend that
+    ran it. Raises `UnsupportedModelError`, `CompileError`."""
+    model = llm.model
+    options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
+    if not llm.can_generate:
+        llm.shapes, llm.causal, backend = probe_pooling(model, options)
+    else:
+        llm.shapes, llm.paddable, backend = probe_model(
+            model, llm.strategy == "continuous", llm.switch, options
+        )
+    if llm.quantization and backend.name not in ("fused", "modules"):
+        raise UnsupportedModelError(
+            "{asked} is for models that run on packed weights, and this one does not: {why}",
+            asked=Option("quantization", llm.quantization),
+            why=backend.why,
+        )
+    return backend
+
 # %% ../../nbs/2_core/loop.ipynb #10a50c03
 class EngineSet(EngineKinds):
     """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one
@@ -474,34 +480,40 @@ class EngineSet(EngineKinds):
         llm, model = self.llm, self.llm.model
         self.state, self.opened = {}, None  # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
-        options = BackendOptions(
-            llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization
-        )
-        if not llm.can_generate:
-            llm.shapes, llm.causal, backend = probe_pooling(model, options)
-        else:
-            llm.shapes, llm.paddable, backend = probe_model(
-                model, llm.strategy == "continuous", llm.switch, options
-            )
-        if llm.quantization and backend.name not in ("fused", "modules"):
-            raise UnsupportedModelError(
-                "{asked} is for models that run on packed weights, and this one does not: {why}",
-                asked=Option("quantization", llm.quantization),
-                why=backend.why,
-            )
+        backend = probe(llm)
         if llm.adapters is not None:
             llm.adapters.bind(backend, llm.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
         self.backend = backend
-        self.opened, self.state = (
-            model,
-            model_state(model),
-        )  # an own model has given weights up by now
+        self.opened, self.state = model, model_state(model)  # an own one has given weights up
+
+# %% ../../nbs/2_core/loop.ipynb #ee504b21
+def end_request(engines: EngineKinds, r: Request, reason: str) -> None:
+    "End `r` for a `reason`, in its engine if it has come that far."
+    kind = engines.kinds.get(r)
+    if kind and r.finish_reason is None:
+        engines[kind].scheduler.finish(r, reason)
+    else:
+        r.finish(reason)
+
+
+def add_up(ends: Counter, sums: Counter, g: RequestGroup, times: dict[str, Any]) -> None:
+    "Count what prompt `g` came to: why its requests ended, their tokens, and its `times`."
+    ends.update([r.finish_reason for r in g.requests] or [g.reason])
+    for r in g.requests:
+        sums.update(
+            prompt_tokens=len(r.prompt_ids),
+            output_tokens=len(r.output_ids),
+            preemptions=r.num_preemptions,
+            cached_tokens=r.num_cached_tokens or 0,
+        )
+    for name in ("time_to_first_token", "time_per_token"):
+        if times[name] is not None:
+            sums.update({name: times[name], f"n {name}": 1})
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c05
 class Delivery:
-    """Tells whoever asked what becomes of the prompts of `llm`, and counts it. For the thread
-    that holds `llm.mutex`.
+    """Tells whoever asked what becomes of the prompts of `llm`. For who holds `llm.mutex`.
 
     `ends`: how many requests ended for each reason; `sums`: of all that ended, see `Stats`."""
 
@@ -510,8 +522,7 @@ class Delivery:
         self.told: set[Request] = set()  # whose end was told, of prompts that go on
 
     def mark(self, event: str, x: object) -> None:
-        """Tell those who watch: 'queued', 'ended' of a request, or 'refused' of a prompt that
-        never began."""
+        "Tell those who watch: a request was 'queued' or 'ended', a prompt 'refused' at once."
         for watch in list(self.llm.watchers):
             watch(self.llm, event, x)
 
@@ -526,9 +537,7 @@ class Delivery:
         event = StreamEvent(g.request_id, g.index, r.index, finish_reason=r.finish_reason)
         if isinstance(r.task, Generation):
             event.text, event.token_ids, event.logprobs = r.task.send(r)
-        if r.finish_reason is not None and self.told.issuperset(g.requests):
-            self._close(g, event)
-        self._send(g, event)
+        self._send(g, event, r.finish_reason is not None and self.told.issuperset(g.requests))
 
     def end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:
         "End what still runs of prompt `g`, for a `reason`."
@@ -536,17 +545,11 @@ class Delivery:
             return
         g.error = g.error or error
         for r in g.requests:
-            kind = self.llm.engines.kinds.get(r)
-            if kind and r.finish_reason is None:
-                self.llm.engines[kind].scheduler.finish(r, reason)
-            else:
-                r.finish(reason)
+            end_request(self.llm.engines, r, reason)
             self.tell(r)
         if not g.requests:  # it never began
             self.mark("refused", g)
-            event = StreamEvent(g.request_id, g.index, finish_reason=g.reason)
-            self._close(g, event)
-            self._send(g, event)
+            self._send(g, StreamEvent(g.request_id, g.index, finish_reason=g.reason), last=True)
 
     def fail(self, groups: Iterable[RequestGroup], what: str, e: Exception) -> None:
         "End `groups` with an error, that `what` and `e` say."
@@ -559,30 +562,21 @@ class Delivery:
         event.finished, event.output, g.output, g.adapter = True, out, out, None
         with self.llm.progress:
             self.llm.groups.pop(g.request_id, None)
-        self.ends.update([r.finish_reason for r in g.requests] or [g.reason])
-        for r in g.requests:
-            self.sums.update(
-                prompt_tokens=len(r.prompt_ids),
-                output_tokens=len(r.output_ids),
-                preemptions=r.num_preemptions,
-                cached_tokens=r.num_cached_tokens or 0,
-            )
-        for name in ("time_to_first_token", "time_per_token"):
-            if (t := (out.metrics or {})[name]) is not None:
-                self.sums.update({name: t, f"n {name}": 1})
+        add_up(self.ends, self.sums, g, out.metrics)
         self.told.difference_update(g.requests)
         for r in g.requests:
             r.group = None  # no circle: it is freed with its last reader
             self.llm.engines.kinds.pop(r, None)
 
-    def _send(self, g: RequestGroup, event: StreamEvent) -> None:
+    def _send(self, g: RequestGroup, event: StreamEvent, last: bool) -> None:
         "Give `event` to whoever reads `g`. If that fails, `g` ends, and is told so once."
+        if last:
+            self._close(g, event)
         try:
             if g.on_event:
                 g.on_event(event)
         except Exception as e:
-            if g.broken:
-                return
-            g.broken = True
-            log.error("the stream callback of request %s failed", g.request_id, exc_info=e)
-            self.fail([g], "its stream callback failed with", e)
+            if not g.broken:
+                g.broken = True
+                log.error("the stream callback of request %s failed", g.request_id, exc_info=e)
+                self.fail([g], "its stream callback failed with", e)

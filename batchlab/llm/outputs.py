@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'Outputs', 'StreamEvent', 'RequestGroup', 'Score', 'MemoryPlan',
-           'Stats']
+__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'Outputs', 'headline', 'outputs_html', 'StreamEvent',
+           'token_times', 'RequestGroup', 'Score', 'MemoryPlan', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
 import math, time
@@ -122,13 +122,9 @@ class RequestOutput:
     def line(self) -> str:
         """What became of it in a line: the beginnings of the prompt and of its first answer, or
         the error."""
-        answer = (
-            f"error: {short(self.error, 90)}"
-            if self.error
-            else self.outputs[0].line
-            if self.outputs
-            else "nothing yet"
-        )
+        answer = self.outputs[0].line if self.outputs else "nothing yet"
+        if self.error:
+            answer = f"error: {short(self.error, 90)}"
         more = f" and {len(self.outputs) - 1} more" if len(self.outputs) > 1 else ""
         return f"{asked(self.prompt, self.prompt_token_ids, 30)} → {answer}{more}"
 
@@ -200,46 +196,16 @@ class Outputs(list[_R]):
         "Whether it holds results only: as to any list, something else may have been put in."
         return all(hasattr(x, "rows") for x in self)
 
-    @property
-    def _head(self) -> str:
-        "How many there are, of how many tokens, and how many failed, by the commonest reason."
-        whys = Counter(short(x.error, 90) for x in self if x.error)
-        said = f"{len(self):,} result{'s' * (len(self) != 1)}, {sum(x.num_tokens for x in self):,} tokens"
-        if whys:
-            said += (
-                f"; {whys.total():,} failed: "
-                + "; ".join(f"{why} ({n:,})" for why, n in whys.most_common(2))
-                + "; …" * (len(whys) > 2)
-            )
-        return said if self.report is None else f"{said}; verified: {self.report.headline}"
-
     def __repr__(self) -> str:
         if not self._whole:
             return super().__repr__()
         more = [f"… {len(self) - 5:,} more"] if len(self) > 5 else []
-        return "\n".join([self._head, *(f"{i}: {x.line}" for i, x in enumerate(self[:5])), *more])
+        return "\n".join(
+            [headline(self), *(f"{i}: {x.line}" for i, x in enumerate(self[:5])), *more]
+        )
 
     def _repr_html_(self) -> str | None:
-        if not self._whole:
-            return None
-
-        def cells(i: int, row: dict[str, Any]) -> dict[str, str]:
-            said = {
-                k: brief(x, 200)
-                if k in ("prompt", "text")
-                else f"{x:.2f}"
-                if isinstance(x, float)
-                else str(x)
-                for k, x in row.items()
-                if k != "logprobs" and x is not None
-            }
-            return {"": str(i)} | {k: esc(said.get(k, "")) for k in row if k != "logprobs"}
-
-        rows, words = _rows(self), ("prompt", "text", "finish_reason", "error")
-        more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ""
-        return panel_html(
-            f"<b>{esc(self._head)}</b>{table([cells(*row) for row in rows[:20]], words) if rows else ''}{more}"
-        )
+        return outputs_html(self) if self._whole else None
 
     def to_pandas(self, index: Sequence[Any] | None = None) -> pandas.DataFrame:
         """A pandas `DataFrame` with a row for each answer. Its index is the place of its prompt
@@ -262,6 +228,21 @@ class Outputs(list[_R]):
         )
 
 # %% ../../nbs/2_core/outputs.ipynb #9870b1d8-2
+def headline(outs: Outputs[Any]) -> str:
+    "How many `outs` there are, of how many tokens, and how many failed, by the commonest reason."
+    whys = Counter(short(x.error, 90) for x in outs if x.error)
+    said = (
+        f"{len(outs):,} result{'s' * (len(outs) != 1)}, {sum(x.num_tokens for x in outs):,} tokens"
+    )
+    if whys:
+        said += (
+            f"; {whys.total():,} failed: "
+            + "; ".join(f"{why} ({n:,})" for why, n in whys.most_common(2))
+            + "; …" * (len(whys) > 2)
+        )
+    return said if outs.report is None else f"{said}; verified: {outs.report.headline}"
+
+
 def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
     """The rows of `results`, each with the place of its prompt and the columns of all; without
     those that nobody asked for."""
@@ -269,6 +250,22 @@ def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
     empty = {k for k in _ASKED_FOR if all(row.get(k) is None for _, row in rows)}
     names = [k for k in dict.fromkeys(k for _, row in rows for k in row) if k not in empty]
     return [(i, {k: row.get(k) for k in names}) for i, row in rows]
+
+
+def outputs_html(outs: Outputs[Any]) -> str:
+    "`outs` as a table of at most 20 rows."
+
+    def cell(x: object, is_text: bool) -> str:
+        said = brief(str(x), 200) if is_text else f"{x:.2f}" if isinstance(x, float) else str(x)
+        return "" if x is None else esc(said)
+
+    rows, words = _rows(outs), ("prompt", "text", "finish_reason", "error")
+    shown = [
+        {"": str(i)} | {k: cell(x, k in words[:2]) for k, x in row.items() if k != "logprobs"}
+        for i, row in rows[:20]
+    ]
+    more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ""
+    return panel_html(f"<b>{esc(headline(outs))}</b>{table(shown, words) if rows else ''}{more}")
 
 # %% ../../nbs/2_core/outputs.ipynb #9724d57b
 @dataclass(repr=False)
@@ -294,6 +291,21 @@ class StreamEvent:
         ids = f"{self.token_ids}" if len(self.token_ids) <= 8 else f"{len(self.token_ids):,} ids"
         end = f", {self.finish_reason}" if self.finish_reason else ""
         return f"StreamEvent({self.request_id}, answer {self.completion}: {brief(self.text, 50)}, {ids}{end}{', finished' * self.finished})"
+
+# %% ../../nbs/2_core/outputs.ipynb #ba72ab73
+def token_times(requests: Sequence[Request]) -> tuple[float | None, float | None]:
+    """When the first of `requests` got its first token, and how many seconds they took for each
+    token after it, in the mean; None for what there is not."""
+    from batchlab.core.generation import Generation  # which needs torch
+
+    rows = [(r.task, len(r.output_ids)) for r in requests]
+    times = [
+        (task.first_token_at, task.last_token_at, n)
+        for task, n in rows
+        if isinstance(task, Generation) and task.first_token_at and task.last_token_at
+    ]
+    each = [(b - a) / (n - 1) for a, b, n in times if n > 1]
+    return min((a for a, _, _ in times), default=None), sum(each) / len(each) if each else None
 
 # %% ../../nbs/2_core/outputs.ipynb #54c2eae1
 @dataclass(eq=False)
@@ -354,20 +366,11 @@ class RequestGroup:
 
     def metrics(self) -> dict[str, Any]:
         "Times of the request, in seconds, as in `RequestOutput.metrics`."
-        from batchlab.core.generation import Generation  # which needs torch
-
-        rows = [(r.task, len(r.output_ids)) for r in self.requests]
-        times = [
-            (task.first_token_at, task.last_token_at, n)
-            for task, n in rows
-            if isinstance(task, Generation) and task.first_token_at and task.last_token_at
-        ]
-        first = min((a for a, _, _ in times), default=None)
-        each = [(b - a) / (n - 1) for a, b, n in times if n > 1]
+        first, each = token_times(self.requests)
         return dict(
             time_to_first_token=None if first is None else first - self.start,
             latency=time.perf_counter() - self.start,
-            time_per_token=sum(each) / len(each) if each else None,
+            time_per_token=each,
             num_preemptions=sum(r.num_preemptions for r in self.requests),
         )
 

@@ -69,40 +69,7 @@ class PoolingParams:
     raw: bool = False
 
     def __post_init__(self) -> None:
-        if self.task is not None and self.task not in POOLING_TASKS:
-            raise ParamError(
-                f"task must be one of {', '.join(map(repr, POOLING_TASKS))}, got {self.task!r:.40}",
-                field="task",
-            )
-        if not isinstance(self.use_activation, bool | None):
-            raise ParamError(
-                f"use_activation must be True, False or None, got {self.use_activation!r:.40}",
-                field="use_activation",
-            )
-        if not isinstance(self.prompt_name, str | None):
-            raise ParamError(
-                f"prompt_name must be a string, got {self.prompt_name!r:.40}", field="prompt_name"
-            )
-        for name, least, want in (
-            ("dimensions", 1, "a whole number of at least 1"),
-            ("truncate_prompt_tokens", -1, "a whole number above 0, or -1"),
-        ):
-            if (v := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _whole(name, v, least, want))
-        if self.truncate_prompt_tokens == 0:
-            raise ParamError(
-                "truncate_prompt_tokens must be a whole number above 0, or -1, got 0",
-                field="truncate_prompt_tokens",
-            )
-        for name in ("layers", "positions"):
-            if (v := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _wholes(name, v))
-        if (self.layers or self.positions) and self.task not in (None, "token_embed"):
-            raise ParamError(
-                "layers and positions are for hidden states as they are, and not for "
-                f"{self.task!r}: give task='token_embed'",
-                field="layers",
-            )
+        _check_pooling(self)
 
     @classmethod
     def of(cls, x: PoolingParams | dict[str, Any] | None, task: str | None = None) -> PoolingParams:
@@ -127,6 +94,44 @@ class PoolingParams:
     def clone(self) -> PoolingParams:
         "Itself: it can't be changed."
         return self
+
+# %% ../../nbs/2_core/pooled.ipynb #62a5f49c
+def _check_pooling(p: PoolingParams) -> None:
+    "Check every field of `p`, and make whole numbers of what are some. Raises `ParamError`."
+    if p.task is not None and p.task not in POOLING_TASKS:
+        raise ParamError(
+            f"task must be one of {', '.join(map(repr, POOLING_TASKS))}, got {p.task!r:.40}",
+            field="task",
+        )
+    if not isinstance(p.use_activation, bool | None):
+        raise ParamError(
+            f"use_activation must be True, False or None, got {p.use_activation!r:.40}",
+            field="use_activation",
+        )
+    if not isinstance(p.prompt_name, str | None):
+        raise ParamError(
+            f"prompt_name must be a string, got {p.prompt_name!r:.40}", field="prompt_name"
+        )
+    for name, least, want in (
+        ("dimensions", 1, "a whole number of at least 1"),
+        ("truncate_prompt_tokens", -1, "a whole number above 0, or -1"),
+    ):
+        if (v := getattr(p, name)) is not None:
+            object.__setattr__(p, name, _whole(name, v, least, want))
+    if p.truncate_prompt_tokens == 0:
+        raise ParamError(
+            "truncate_prompt_tokens must be a whole number above 0, or -1, got 0",
+            field="truncate_prompt_tokens",
+        )
+    for name in ("layers", "positions"):
+        if (v := getattr(p, name)) is not None:
+            object.__setattr__(p, name, _wholes(name, v))
+    if (p.layers or p.positions) and p.task not in (None, "token_embed"):
+        raise ParamError(
+            "layers and positions are for hidden states as they are, and not for "
+            f"{p.task!r}: give task='token_embed'",
+            field="layers",
+        )
 
 # %% ../../nbs/2_core/pooled.ipynb #poo00007-2
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['round_up', 'RectangleTable', 'WavePlanner', 'PaddedScheduler', 'hidden_states', 'SoloRunner', 'check_padded',
-           'groups_alike', 'PaddedRunner']
+           'groups_alike', 'PaddedRows', 'PaddedRunner']
 
 # %% ../../nbs/2_core/rectangle.ipynb #rec00005
 import sys
@@ -179,10 +179,8 @@ class SoloRunner:
                     raise BatchError(
                         "SoloRunner keeps nothing: schedule by PaddedScheduler(recompute=True)"
                     )
-                ids, at = (
-                    torch.tensor([batch.ids[a:b]], device=self.model.device),
-                    [x - a for x in batch.logits_at if a <= x < b],
-                )
+                ids = torch.tensor([batch.ids[a:b]], device=self.model.device)
+                at = [x - a for x in batch.logits_at if a <= x < b]
                 if batch.hidden:
                     out = hidden_states(self.model, ids, batch.layers, batch.token_types[a:b])
                 else:
@@ -230,13 +228,9 @@ def groups_alike(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
     others = {slot: ids for _, group in found if len(group) == 1 for slot, ids in group.items()}
     return [*alike, others] if others else alike
 
-# %% ../../nbs/2_core/rectangle.ipynb #rec00025
-class PaddedRunner:
-    """Runs batches with the small engine, padded: newcomers are prefilled together, then join
-    those that decode.
-
-    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a
-    `PaddedScheduler`. `share`: what newcomers have in common is computed once."""
+# %% ../../nbs/2_core/rectangle.ipynb #c3792d67
+class PaddedRows:
+    "The rows that decode in the small engine's cache. With `share` it is one that knows prefixes."
 
     def __init__(self, model: PreTrainedModel, share: bool = False) -> None:
         self.model, self.share, self.ledger = model, share, Ledger()
@@ -258,6 +252,28 @@ class PaddedRunner:
         cache = self.engine.cache
         return None if cache is None else (len(self.engine.running), cache.get_seq_length())
 
+    def leave(self, stay: Collection[int]) -> None:
+        """Let those go whose slots are not in `stay`: all at once, when an eighth of the rows
+        has ended, for each time the cache is copied."""
+        gone = [slot for slot in self.sessions if slot not in stay]
+        self.ended += [self.sessions.pop(slot) for slot in gone]
+        if 8 * len(self.ended) >= len(self.engine.running):
+            self.engine.leave(self.ended)
+            self.ended = []
+        elif self.ended:  # a row that is fed on is of length 0: it must not outgrow the context
+            needed = [session not in self.ended for session in self.engine.running]
+            self.engine.lengths = self.engine.lengths * torch.tensor(
+                needed, device=self.engine.lengths.device
+            )
+
+# %% ../../nbs/2_core/rectangle.ipynb #rec00025
+class PaddedRunner(PaddedRows):
+    """Runs batches with the small engine, padded: newcomers are prefilled together, then join
+    those that decode.
+
+    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a
+    `PaddedScheduler`. `share`: what newcomers have in common is computed once."""
+
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
         check_padded(batch, self.sessions)
@@ -273,20 +289,6 @@ class PaddedRunner:
             ]
         line = {session: i for i, session in enumerate(self.engine.running)}
         return torch.cat(parts)[[line[self.sessions[slot]] for slot in batch.slots]]
-
-    def leave(self, stay: Collection[int]) -> None:
-        """Let those go whose slots are not in `stay`: all at once, when an eighth of the rows
-        has ended, for each time the cache is copied."""
-        gone = [slot for slot in self.sessions if slot not in stay]
-        self.ended += [self.sessions.pop(slot) for slot in gone]
-        if 8 * len(self.ended) >= len(self.engine.running):
-            self.engine.leave(self.ended)
-            self.ended = []
-        elif self.ended:  # a row that is fed on is of length 0: it must not outgrow the context
-            needed = [session not in self.ended for session in self.engine.running]
-            self.engine.lengths = self.engine.lengths * torch.tensor(
-                needed, device=self.engine.lengths.device
-            )
 
     def decode(self, newest: dict[int, int]) -> torch.Tensor:
         "Feed the row of each slot its newest token: logits `[R, V]`, in the order of the engine."

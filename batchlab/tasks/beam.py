@@ -116,22 +116,16 @@ class BeamSearchInstance:
         prompt: str | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        self.beam_width, self.max_tokens, self.eos_ids, self.length_penalty = (
-            beam_width,
-            max_tokens,
-            eos_ids,
-            length_penalty,
-        )
+        self.beam_width, self.max_tokens = beam_width, max_tokens
+        self.eos_ids, self.length_penalty = eos_ids, length_penalty
         self.adapter, first = adapter, dict(prompt=prompt, prompt_token_ids=list(prompt_ids))
         self.running = [
             BeamSearchSequence(first, list(prompt_ids), lora_request=adapter and adapter.request)
         ]
         self.finished: list[BeamSearchSequence] = []
-        self.length, self.told, self.error = (
-            0,
-            {},
-            None,
-        )  # tokens of an answer so far; what `tell` was told
+        self.length = 0  # tokens of an answer so far
+        self.told: dict[int, dict[int, Logprob]] = {}  # what `tell` was told
+        self.error: str | None = None
 
     @property
     def num_logprobs(self) -> int:
@@ -154,13 +148,9 @@ class BeamSearchInstance:
             s.end(self.score(s.cum_logprob), self.eos_ids)
         self.finished = sorted(self.finished + ended, key=lambda s: -s.score)[:k]
         self.running = [] if last else [grow(*c) for c in ranked if c[2] not in self.eos_ids][:k]
-        full = len(self.finished) == k
-        if (
-            self.running
-            and full
-            and self.score(self.running[0].cum_logprob) <= self.finished[-1].score
-        ):
-            self.running = []
+        if self.running and len(self.finished) == k:
+            if self.score(self.running[0].cum_logprob) <= self.finished[-1].score:
+                self.running = []
 
     def tell(self, b: int, top: dict[int, Logprob] | None, error: str | None = None) -> bool:
         """What beam `b` of `advance` wants to know, or why nobody knows it. Whether that was the

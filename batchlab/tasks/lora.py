@@ -111,15 +111,14 @@ _KEPT_BASE = (
 # %% ../../nbs/5_tasks/lora.ipynb #7d5cd056
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What `adapter_config.json` says of an adapter, as far as it matters here. `base`: the
-    model it was trained on, if it says so."""
+    "What `adapter_config.json` says of an adapter, as far as it matters here."
 
     rank: int
     alpha: float
     rslora: bool
     ranks: dict[str, int]
     alphas: dict[str, float]
-    base: str | None
+    base: str | None  # the model it was trained on, if it says so
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterConfig":
@@ -162,9 +161,8 @@ class AdapterConfig:
                     f"its weights for {module} have rank {rank}, and adapter_config.json says "
                     f"{r}: one of the two files is of another adapter"
                 )
-            scale = float(
-                _of_pattern(self.alphas, module, self.alpha) / (r**0.5 if self.rslora else r)
-            )
+            alpha = _of_pattern(self.alphas, module, self.alpha)
+            scale = float(alpha / (r**0.5 if self.rslora else r))
         except (re.error, TypeError, ArithmeticError) as e:
             raise AdapterError(
                 f"adapter_config.json gives no scale for {module} ({e}): save it again"
@@ -239,23 +237,11 @@ def _place(module: str, shapes: dict[str, tuple[int, int]]) -> str | None:
     names = [module, *(f"model.{module}",), module.removeprefix("model.")]
     return next((n for n in names if n in shapes), None)
 
-# %% ../../nbs/5_tasks/lora.ipynb #32bb0022-1
-def read_adapter(
-    folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
-) -> dict[str, LowRank]:
-    """What the adapter in `folder` adds to each linear layer of a model, by name. `shapes`: of
-    the model's linear layers, by name `(in, out)`.
-
-    Its tensors are mapped from the file, and not read before they are used. Raises
-    `AdapterError`: it can't be read, is more than plain LoRA, is for another model, or has a
-    rank above `max_rank`."""
-    from batchlab.fast.adapters import LowRank
-
-    config, halves, found = (
-        AdapterConfig.read(folder),
-        dict[str, dict[str, Any]](),
-        dict[str, LowRank](),
-    )
+# %% ../../nbs/5_tasks/lora.ipynb #b8ebbde2
+def _halves(folder: Path) -> "dict[str, dict[str, torch.Tensor]]":
+    """The halves 'A' and 'B' of each part of the adapter in `folder`, by the name of its layer.
+    Raises `AdapterError` for what is no such half."""
+    halves = dict[str, dict[str, Any]]()
     for key, t in _tensors(folder).items():
         if "lora_magnitude_vector" in key:
             raise AdapterError(
@@ -283,7 +269,22 @@ def read_adapter(
                 "without modules_to_save"
             )
         halves.setdefault(m[1], {})[m[2]] = t
-    for module, pair in halves.items():
+    return halves
+
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0022-1
+def read_adapter(
+    folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
+) -> dict[str, LowRank]:
+    """What the adapter in `folder` adds to each linear layer of a model, by name. `shapes`: of
+    the model's linear layers, by name `(in, out)`.
+
+    Its tensors are mapped from the file, and not read before they are used. Raises
+    `AdapterError`: it can't be read, is more than plain LoRA, is for another model, or has a
+    rank above `max_rank`."""
+    from batchlab.fast.adapters import LowRank
+
+    config, found = AdapterConfig.read(folder), dict[str, LowRank]()
+    for module, pair in _halves(folder).items():
         if (name := _place(module, shapes)) is None:
             of = f" (it says it is for {config.base!r})" if config.base else ""
             raise AdapterError(
@@ -368,12 +369,8 @@ class AdapterBounds:
         max_cpu_loras: int | None = None,
         modules: dict[str, LoRARequest] | None = None,
     ) -> None:
-        self.shapes, self.itemsize, self.max_loras, self.max_lora_rank = (
-            shapes,
-            itemsize,
-            max_loras,
-            max_lora_rank,
-        )
+        self.shapes, self.itemsize = shapes, itemsize
+        self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self.max_cpu_loras = max_cpu_loras or max_loras
         if self.max_cpu_loras < max_loras:
             raise ParamError(
@@ -384,9 +381,8 @@ class AdapterBounds:
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
         self.bank: Any = None  # of the backend, see `open_adapters`
         self.current = dict[int, Adapter]()  # by lora_int_id
-        self.alive: WeakValueDictionary[int, Adapter] = (
-            WeakValueDictionary()
-        )  # by number, as long as somebody holds it
+        # by number, as long as somebody holds it
+        self.alive: WeakValueDictionary[int, Adapter] = WeakValueDictionary()
         self.loaded = OrderedDict[int, Adapter]()  # by number, the least recently used first
         self.modules = modules or {}
 
@@ -522,6 +518,15 @@ class AdapterNames(AdapterMemory):
             )
         )
 
+    def applied(self, model: PreTrainedModel, asked: object) -> Any:
+        """Inside, all that `model` computes, by its own code, is computed with the adapter that
+        is `asked` for. Raises `AdapterError`."""
+        from batchlab.fast.adapters import applied
+
+        return applied(
+            model, read_adapter(Path(self.find(asked).lora_path), self.shapes, self.max_lora_rank)
+        )
+
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0032
 class Adapters(AdapterNames):
     """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name
@@ -547,9 +552,8 @@ class Adapters(AdapterNames):
         request = self.find(asked)
         with self.lock:
             old = self.current.get(request.lora_int_id)
-            if (
-                old and old.request.lora_path != request.lora_path
-            ):  # by other names it is the same, as in vLLM
+            # by other names it is the same, as in vLLM
+            if old and old.request.lora_path != request.lora_path:
                 raise AdapterError(
                     f"adapter {request.lora_name!r} can not be number {request.lora_int_id}, "
                     f"which {old.request.lora_name!r} has: give it another lora_int_id"
@@ -574,22 +578,9 @@ class Adapters(AdapterNames):
                 f"it has a part in {strange[0]}, where this model takes none: leave it out of "
                 "target_modules"
             )
-        return Adapter(
-            next(self.numbers),
-            request,
-            signature,
-            self._bytes(ranks := {n: len(p.down) for n, p in parts.items()}),
-            max(ranks.values()),
-        )
-
-    def applied(self, model: PreTrainedModel, asked: object) -> Any:
-        """Inside, all that `model` computes, by its own code, is computed with the adapter that
-        is `asked` for. Raises `AdapterError`."""
-        from batchlab.fast.adapters import applied
-
-        return applied(
-            model, read_adapter(Path(self.find(asked).lora_path), self.shapes, self.max_lora_rank)
-        )
+        ranks = {name: len(part.down) for name, part in parts.items()}
+        number, nbytes = next(self.numbers), self._bytes(ranks)
+        return Adapter(number, request, signature, nbytes, max(ranks.values()))
 
     def remove(self, lora_int_id: int) -> bool:
         """Forget the adapter of that number; whether there was one. Its memory goes with the
@@ -650,7 +641,7 @@ def open_for(
     """The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still.
     Raises `ParamError`."""
     from batchlab.fast.adapters import linear_shapes
-    from batchlab.llm.config import check_count
+    from batchlab.llm.config import check_counts
 
     if llm.strategy != "continuous":
         raise ParamError(
@@ -658,12 +649,9 @@ def open_for(
             needed=Option("strategy", "continuous"),
             strategy=llm.strategy,
         )
-    at_once, rank, kept = (
-        check_count(n, x)
-        for n, x in dict(
-            max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
-        ).items()
-    )
+    at_once, rank, kept = check_counts(
+        max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
+    ).values()
     named = read_modules(modules)
     return Adapters(
         linear_shapes(llm.model),

@@ -8,12 +8,10 @@ from __future__ import annotations
 import inspect, logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -26,6 +24,7 @@ from batchlab.errors import (
     PromptError,
     PromptTooLongError,
     UnsupportedModelError,
+    suggest_names,
 )
 from .lora import AdapterChoices
 from batchlab.llm.inputs import (
@@ -34,15 +33,15 @@ from batchlab.llm.inputs import (
     Prompt,
     Prompts,
     as_list,
-    check_bar,
+    check_prompt,
     is_talk,
+    one_each,
     prompt_ids_of,
     read_prompts,
     unreadable,
 )
 from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
-from ..errors import suggest_names
 from ..llm.outputs import Outputs, RequestOutput
 from batchlab.llm.pooled import (
     ClassificationRequestOutput,
@@ -54,7 +53,6 @@ from batchlab.llm.pooled import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from ..llm.inputs import check_prompt
 from ..core.request import Request, Row, RowOutput, Task
 from batchlab.models.sentence import (
     ACTIVATIONS,
@@ -72,10 +70,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'PooledModel',
-           'PoolingCheck', 'Pooler', 'task_of', 'layers_of', 'types_of', 'Pooling', 'EncodedText', 'encode_texts',
-           'too_many', 'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'VectorCalls',
-           'LabelCalls', 'PoolingCalls']
+__all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'tasks_of',
+           'score_activation_for', 'pooling_of', 'num_types_of', 'PooledModel', 'PoolingCheck', 'Pooler', 'task_of',
+           'layers_of', 'types_of', 'Pooling', 'EncodedText', 'encode_texts', 'too_many', 'text_limit', 'pooling_ids',
+           'admit_pooling', 'pair_up', 'text_and_answer', 'pool_prompts', 'VectorCalls', 'LabelCalls', 'PoolingCalls']
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -162,11 +160,9 @@ def activation_for(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.T
     kind, n = getattr(config, "problem_type", None), config.num_labels
     if kind == "regression":
         return lambda x: x
-    return (
-        torch.sigmoid
-        if kind == "multi_label_classification" or n == 1
-        else partial(torch.softmax, dim=-1)
-    )
+    if kind == "multi_label_classification" or n == 1:
+        return torch.sigmoid
+    return lambda x: x.softmax(-1)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00036
 def max_positions(model: PreTrainedModel) -> int | None:
@@ -179,10 +175,57 @@ def max_positions(model: PreTrainedModel) -> int | None:
     )
     return n if not n or behind is None else n - behind - 1
 
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #6f3084c9
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #979d05d2
+def tasks_of(model: PreTrainedModel) -> tuple[str, ...]:
+    "Those of `POOLING_TASKS` that `model` has."
+    if has_head(model, "TokenClassification"):
+        return "token_classify", "token_embed"
+    if not has_head(model, "SequenceClassification"):
+        return "embed", "score", "token_embed"
+    if model.config.num_labels == 1:
+        return "classify", "score", "token_embed"
+    return "classify", "token_embed"
+
+
+def score_activation_for(
+    model: PreTrainedModel, folder: str | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    "What makes a score of the logit of a cross-encoder, which its `folder` may say."
+    if has_head(model, "SequenceClassification"):
+        if asked := cross_encoder_activation(folder, model.config):
+            return ACTIVATIONS[asked]
+    return torch.sigmoid if model.config.num_labels == 1 else lambda x: x
+
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #876cef41
 _NAMES = dict(last="lasttoken", mean_sqrt_len="mean_sqrt_len_tokens")
 
 
+def pooling_of(
+    folder: str | None, causal: bool, kind: str | None
+) -> tuple[SentenceTransformerConfig, bool]:
+    """How vectors are made, and whether that is known from `folder`. `kind`: one of
+    `POOLING_TYPES`, to be taken instead. Raises `UnsupportedModelError`."""
+    found = read_sentence_transformer(folder) if folder else None
+    st = found or SentenceTransformerConfig(
+        ("lasttoken",) if causal else ("mean",), steps=(Normalize(),)
+    )
+    if not st.include_prompt and st.prompts:
+        raise UnsupportedModelError(
+            f"{folder}: the tokens of its prompts are left out of the pooling, which batchlab "
+            "does not do"
+        )
+    if kind:
+        st = replace(st, pooling=(_NAMES.get(kind, kind),))
+    return st, found is not None
+
+
+def num_types_of(model: PreTrainedModel) -> int:
+    "How many types of tokens `model` tells apart, or 0."
+    if "token_type_ids" not in inspect.signature(model.base_model.forward).parameters:
+        return 0
+    return getattr(model.config, "type_vocab_size", 2) or 0
+
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #6f3084c9
 class PooledModel:
     "A model with hidden states, and what its config and its folder say of them."
 
@@ -193,86 +236,36 @@ class PooledModel:
         config: PoolerConfig | None = None,
         causal: bool = True,
     ) -> None:
-        self.model, self.tokenizer, self.config, self.causal = (
-            model,
-            tokenizer,
-            config or PoolerConfig(),
-            causal,
-        )
-        self.classifies, self.tags = (
-            has_head(model, "SequenceClassification"),
-            has_head(model, "TokenClassification"),
-        )
-        if self.classifies:
-            self.tasks = (
-                ("classify", "score", "token_embed")
-                if model.config.num_labels == 1
-                else ("classify", "token_embed")
-            )
-        else:
-            self.tasks = (
-                ("token_classify", "token_embed")
-                if self.tags
-                else ("embed", "score", "token_embed")
+        self.model, self.tokenizer, self.causal = model, tokenizer, causal
+        self.config = config or PoolerConfig()
+        self.tasks = tasks_of(model)
+        self.classifies = has_head(model, "SequenceClassification")
+        self.tags = has_head(model, "TokenClassification")
+        kind = self.config.pooling_type
+        if kind and (self.classifies or self.tags):
+            raise ParamError(
+                f"pooling_type={kind!r} is for vectors, and {type(model).__name__} has a head that "
+                "pools by itself: leave it out",
+                field="pooling_type",
             )
         if self.classifies:
             check_head(model)
         named = getattr(model, "name_or_path", "")
-        self.folder = folder = named if named and Path(named).is_dir() else None
-        st = read_sentence_transformer(folder) if folder else None
-        self.trained, st = (
-            st is not None,
-            st
-            or SentenceTransformerConfig(
-                ("lasttoken",) if causal else ("mean",), steps=(Normalize(),)
-            ),
-        )
-        self.how, self.steps, self.prompts, self.default_prompt, self.size_limit = (
-            st.pooling,
-            [s.to(model.device) for s in st.steps],
-            st.prompts,
-            st.default_prompt,
-            st.truncate_dim,
-        )
-        if not st.include_prompt and st.prompts:
-            raise UnsupportedModelError(
-                f"{folder}: the tokens of its prompts are left out of the pooling, which batchlab "
-                "does not do"
-            )
-        if self.config.pooling_type and (self.classifies or self.tags):
-            raise ParamError(
-                f"pooling_type={self.config.pooling_type!r} is for vectors, and "
-                f"{type(model).__name__} has a head that pools by itself: leave it out",
-                field="pooling_type",
-            )
-        if self.config.pooling_type:
-            self.how = (_NAMES.get(self.config.pooling_type, self.config.pooling_type),)
-        self.normalize = (
-            st.normalize if self.config.use_activation is None else self.config.use_activation
-        )
-        if self.steps and isinstance(self.steps[-1], Normalize):
-            self.steps.pop()
-        own = getattr(
-            tokenizer, "model_max_length", None
-        )  # where newer folders have it; a huge number says nothing
-        self.limit = min(
-            (n for n in (max_positions(model), st.max_seq_length, own) if n and n < 10**9),
-            default=None,
-        )
+        self.folder = named if named and Path(named).is_dir() else None
+        st, self.trained = pooling_of(self.folder, causal, kind)
+        self.how, self.size_limit = st.pooling, st.truncate_dim
+        self.prompts, self.default_prompt = st.prompts, st.default_prompt
+        steps = st.steps[:-1] if st.normalize else st.steps
+        self.steps = [step.to(model.device) for step in steps]
+        asked = self.config.use_activation
+        self.normalize = st.normalize if asked is None else asked
+        # where newer folders have it; a huge number says nothing
+        own = getattr(tokenizer, "model_max_length", None)
+        limits = max_positions(model), st.max_seq_length, own
+        self.limit = min((n for n in limits if n and n < 10**9), default=None)
         self.activation = activation_for(model.config) if self.classifies or self.tags else None
-        asked = cross_encoder_activation(folder, model.config) if self.classifies else None
-        self.score_activation = (
-            ACTIVATIONS[asked]
-            if asked
-            else torch.sigmoid
-            if model.config.num_labels == 1
-            else lambda x: x
-        )
-        takes = (
-            not causal
-            and "token_type_ids" in inspect.signature(model.base_model.forward).parameters
-        )
-        self.num_types = getattr(model.config, "type_vocab_size", 2) or 0 if takes else 0
+        self.score_activation = score_activation_for(model, self.folder)
+        self.num_types = 0 if causal else num_types_of(model)
         self.said = False
 
     @property
@@ -381,24 +374,22 @@ class Pooler(PoolingCheck):
             return self._states(p, states)
         if p.task in ("classify", "score", "token_classify") and self.activation is not None:
             logits = head_logits(self.model, states, ids[-len(states) :])
-            asked = self.config.use_activation if p.use_activation is None else p.use_activation
-            return (
-                logits
-                if asked is False
-                else (self.score_activation if p.task == "score" else self.activation)(logits)
-            )
+            activation = self.score_activation if p.task == "score" else self.activation
+            return logits if self._asked(p) is False else activation(logits)
         x = pool(states, self.how)
         for step in self.steps:
             x = step(x[None])[0]
         return self._finish(p, x)
 
+    def _asked(self, p: PoolingParams) -> bool | None:
+        return self.config.use_activation if p.use_activation is None else p.use_activation
+
     def _finish(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
         x = x[..., : p.dimensions or None]
         if self.normalize if p.use_activation is None else p.use_activation:
-            x = F.normalize(x, dim=-1)
-        return (
-            x[..., : self.size_limit or None] if p.dimensions is None else x
-        )  # which sentence-transformers cuts last
+            x = nn.functional.normalize(x, dim=-1)
+        # which sentence-transformers cuts last
+        return x[..., : self.size_limit or None] if p.dimensions is None else x
 
     def _states(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
         x = x.float()
@@ -411,11 +402,7 @@ class Pooler(PoolingCheck):
             x = x[..., list(p.positions), :]
         if p.dimensions is not None:
             x = x[..., : p.dimensions]
-        return (
-            F.normalize(x, dim=-1)
-            if (self.config.use_activation if p.use_activation is None else p.use_activation)
-            else x
-        )
+        return nn.functional.normalize(x, dim=-1) if self._asked(p) else x
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #7ask0030
 def task_of(row: Row) -> Pooling:
@@ -667,11 +654,7 @@ def _params(
 ) -> list[PoolingParams]:
     """`n` `PoolingParams` for `task`, from one for all or one each, and what vLLM's
     `tokenization_kwargs` say. Raises `ParamError`."""
-    each = list(p) if isinstance(p, (list, tuple)) else [p] * n
-    if len(each) != n:
-        raise ParamError(
-            f"{len(each)} pooling parameters for {n} prompts: give one for all, or one for each"
-        )
+    each = one_each("pooling parameters", p, n)
     more = dict(tokenization or {})
     most = more.pop("truncate_prompt_tokens", None)
     if more.pop("truncation", False):
@@ -730,7 +713,7 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
     "The result of two texts, of whose vectors the cosine is taken."
     error, value = a.error or b.error, float("nan")
     if not error:
-        value = F.cosine_similarity(a.outputs.data[None], b.outputs.data[None]).item()
+        value = nn.functional.cosine_similarity(a.outputs.data[None], b.outputs.data[None]).item()
     latency = max((x.metrics or {}).get("latency") or 0.0 for x in (a, b))
     return ScoringRequestOutput(
         f"{a.request_id}_{b.request_id}",
@@ -744,6 +727,33 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
         a.params,
         a.fault or b.fault,
     )
+
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #e7f546b6
+def pool_prompts(
+    llm: Any,
+    task: str,
+    prompts: Prompts,
+    params: Any,
+    use_tqdm: Bar,
+    lora_request: AdapterChoices,
+    tokenization: Mapping[str, object] | None,
+    raw: bool = False,
+    prompt_name: str | None = None,
+) -> Outputs[Any]:
+    """What `task` makes of each of `prompts`; with `raw` as tensors. For arguments see
+    `VectorCalls`. Raises `ModelError`, `ParamError` for what concerns all of them."""
+    asked: list[Any] = as_list(prompts, is_talk(prompts))
+    if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in asked]):
+        lora_request = own  # the one that answered
+    asked = [text_and_answer(p) for p in asked]
+    each = _params(params, task, tokenization, len(asked))
+    if prompt_name is not None:
+        each = [replace(p, prompt_name=prompt_name) for p in each]
+    for p in dict.fromkeys(each):
+        llm.pooler.check(p)  # it concerns all: no result for each of them
+    asked = encode_texts(llm, asked, each)
+    params = [replace(p, raw=True) for p in each] if raw else each
+    return llm._collect(read_prompts(asked, False, params, lora_request=lora_request), use_tqdm)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #02661786
 class VectorCalls:
@@ -770,7 +780,8 @@ class VectorCalls:
 
         Pooled as the model's folder says, see `Pooler`. `prompt_name`: which of the model's
         prompts stands before each text."""
-        return self._pool(
+        return pool_prompts(
+            self,
             "embed",
             prompts,
             pooling_params,
@@ -795,13 +806,12 @@ class VectorCalls:
 
         'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and
         `positions` of `pooling_params` `[L, n, E]`."""
-        own: Any = (
-            pooling_params[0]
-            if isinstance(pooling_params, (list, tuple)) and pooling_params
-            else pooling_params
-        )
+        own: Any = pooling_params
+        if isinstance(own, (list, tuple)) and own:
+            own = own[0]
         given = own.get("task") if isinstance(own, dict) else getattr(own, "task", None)
-        return self._pool(
+        return pool_prompts(
+            self,
             pooling_task or given or "token_embed",
             prompts,
             pooling_params,
@@ -810,32 +820,6 @@ class VectorCalls:
             tokenization_kwargs,
             raw=True,
         )
-
-    def _pool(
-        self,
-        task: str,
-        prompts: Prompts,
-        params: Any,
-        use_tqdm: Bar,
-        lora_request: AdapterChoices,
-        tokenization: Mapping[str, object] | None,
-        raw: bool = False,
-        prompt_name: str | None = None,
-    ) -> Outputs[Any]:
-        llm: Any = self
-        asked: list[Any] = as_list(prompts, is_talk(prompts))
-        if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in asked]):
-            lora_request = own  # the one that answered
-        asked = [text_and_answer(p) for p in asked]
-        each = _params(params, task, tokenization, len(asked))
-        if prompt_name is not None:
-            each = [replace(p, prompt_name=prompt_name) for p in each]
-        for p in dict.fromkeys(each):
-            self.pooler.check(p)  # it concerns all: no result for each of them
-        asked = encode_texts(llm, asked, each)
-        params = [replace(p, raw=True) for p in each] if raw else each
-        check_bar(use_tqdm)
-        return llm._collect(read_prompts(asked, False, params, lora_request=lora_request), use_tqdm)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #c03aa5c7
 class LabelCalls(VectorCalls):
@@ -852,8 +836,8 @@ class LabelCalls(VectorCalls):
     ) -> Outputs[ClassificationRequestOutput]:
         """The probability of each class for each of `prompts`: `outputs[i].outputs.probs`.
         Raises `ModelError` for a model without classes."""
-        return self._pool(
-            "classify", prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs
+        return pool_prompts(
+            self, "classify", prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs
         )
 
     def reward(
@@ -873,8 +857,8 @@ class LabelCalls(VectorCalls):
                 pooling_params, "classify", None, len(as_list(prompts, is_talk(prompts)))
             )
         ]
-        return self._pool(
-            "classify", prompts, params, use_tqdm, lora_request, tokenization_kwargs, raw=True
+        return pool_prompts(
+            self, "classify", prompts, params, use_tqdm, lora_request, tokenization_kwargs, raw=True
         )
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00065
@@ -903,7 +887,8 @@ class PoolingCalls(LabelCalls):
         vectors."""
         a, b = pair_up(data_1, data_2)
         if self.pooler.classifies or self.pooler.tags:
-            return self._pool(
+            return pool_prompts(
+                self,
                 "score",
                 [_pair(self, x, y, chat_template) for x, y in zip(a, b)],
                 pooling_params,
@@ -923,14 +908,10 @@ class PoolingCalls(LabelCalls):
         wants = PoolingParams.of(asked)
         if wants.task == "score":
             wants = replace(wants, task="embed")
-        found = dict(
-            zip(
-                map(key, texts),
-                self._pool(
-                    "embed", texts, wants, use_tqdm, lora_request, tokenization_kwargs, raw=True
-                ),
-            )
+        vectors = pool_prompts(
+            self, "embed", texts, wants, use_tqdm, lora_request, tokenization_kwargs, raw=True
         )
+        found = dict(zip(map(key, texts), vectors))
         return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))
 
 

@@ -458,6 +458,58 @@ def _property(d: dict[str, Any], name: Any) -> Any:
     )
     return (d.get("properties") or {}).get(name, others)
 
+# %% ../../nbs/5_tasks/30_structured.ipynb #68d186c4
+def _part_at(root: Any, pointer: object, where: str) -> Any:
+    "The part of schema `root` that `pointer`, such as '#/$defs/a', names. Raises `ParamError`."
+    if not isinstance(pointer, str) or pointer != "#" and not pointer.startswith("#/"):
+        _refuse(f"$ref {str(pointer)[:60]!r}, which names no place in the schema,", where)
+    found = root
+    for step in unquote(pointer[1:].rstrip("/")).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        at = found.get(step) if isinstance(found, dict) else None
+        if isinstance(found, list) and step.isdigit():
+            at = found[int(step)] if int(step) < len(found) else None
+        if at is None:
+            _refuse(f"$ref {pointer[:60]!r}, which names nothing in the schema,", where)
+        found = at
+    return found
+
+
+def _check_one_of(some: Any, root: Any, where: str) -> None:
+    "Raise `ParamError` if a value might fit two of the choices `some` of a `oneOf`."
+    if not isinstance(some, list):
+        _refuse("oneOf that is no list", where)
+    for i, a in enumerate(some):
+        for j, b in enumerate(some[:i]):
+            if not _apart(a, b, lambda ref: _part_at(root, ref, where)):
+                raise ParamError(
+                    joint=": ",
+                    why=f"an answer might fit more than one schema of oneOf at {where}, {j} and "
+                    f"{i}: take anyOf, or add to each what the others exclude, such as a const",
+                    field="structured_outputs.json",
+                )
+
+
+def _plain(d: object, where: str, depth: int, draft_7: bool) -> dict[str, Any] | bool:
+    """Part `d` of a schema, which stands at `where`, `depth` levels deep, with fewer keywords.
+    Raises `ParamError`."""
+    if depth > DEEPEST:
+        raise ParamError(
+            joint=": ",
+            why=f"a schema of more than {DEEPEST} levels, references included: make it flatter",
+            field="structured_outputs.json",
+        )
+    if isinstance(d, bool):
+        return d
+    if not isinstance(d, dict):
+        _refuse(f"{str(d)[:40]!r} in place of a schema", where)
+    if where != "#" and isinstance(own := d.get("$id"), str) and not own.startswith("#"):
+        _refuse("$id of a part", where)
+    try:
+        return _in_fewer_words(d, draft_7)
+    except ValueError as e:
+        _refuse(str(e), where)
+
 # %% ../../nbs/5_tasks/30_structured.ipynb #ffb380e2
 class _Reader:
     """Reads the JSON schema `root`: `read` gives a part of it in the words that the library keeps.
@@ -472,30 +524,12 @@ class _Reader:
         draft = root.get("$schema") if isinstance(root, dict) else None
         self.draft_7 = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
 
-    def find(self, pointer: object, where: str) -> Any:
-        "The part of the schema that `pointer`, such as '#/$defs/a', names."
-        if not isinstance(pointer, str) or pointer != "#" and not pointer.startswith("#/"):
-            _refuse(f"$ref {str(pointer)[:60]!r}, which names no place in the schema,", where)
-        found = self.root
-        for step in unquote(pointer[1:].rstrip("/")).split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            at = found.get(step) if isinstance(found, dict) else None
-            if isinstance(found, list) and step.isdigit():
-                at = found[int(step)] if int(step) < len(found) else None
-            if at is None:
-                _refuse(f"$ref {pointer[:60]!r}, which names nothing in the schema,", where)
-            found = at
-        return found
-
     def _ref(self, pointer: Any, where: str, part: bool, depth: int) -> str:
-        target = self.find(pointer, where)
+        target = _part_at(self.root, pointer, where)
         if (pointer, part) not in self.names:
             plain = re.sub(r"[^A-Za-z0-9_.-]", "_", pointer.rpartition("/")[2]) or "root"
-            name = (
-                plain
-                if plain not in self.defs
-                else next(n for i in itertools.count(2) if (n := f"{plain}-{i}") not in self.defs)
-            )
+            others = (f"{plain}-{i}" for i in itertools.count(2))
+            name = next(n for n in itertools.chain([plain], others) if n not in self.defs)
             self.names[pointer, part], self.defs[name] = name, True
             self.defs[name] = self.read(target, pointer, part, depth + 1)
         return f"#/$defs/{self.names[pointer, part]}"
@@ -505,22 +539,7 @@ class _Reader:
         `ParamError` for what would be taken and not kept.
 
         `part`: whether the same object is described elsewhere too, so that it must stay open."""
-        if depth > DEEPEST:
-            raise ParamError(
-                joint=": ",
-                why=f"a schema of more than {DEEPEST} levels, references included: make it flatter",
-                field="structured_outputs.json",
-            )
-        if isinstance(d, bool):
-            return d
-        if not isinstance(d, dict):
-            _refuse(f"{str(d)[:40]!r} in place of a schema", where)
-        if where != "#" and isinstance(own := d.get("$id"), str) and not own.startswith("#"):
-            _refuse("$id of a part", where)
-        try:
-            d = _in_fewer_words(d, self.draft_7)
-        except ValueError as e:
-            _refuse(str(e), where)
+        d = _plain(d, where, depth, self.draft_7)
         if isinstance(d, bool):
             return d
         several = isinstance(d.get("allOf"), list) and (len(d["allOf"]) > 1 or "properties" in d)
@@ -546,18 +565,8 @@ class _Reader:
         might fit two of its choices."""
         if "oneOf" not in d:
             return kept
-        if not isinstance(some := d["oneOf"], list):
-            _refuse("oneOf that is no list", where)
-        for i, a in enumerate(some):
-            for j, b in enumerate(some[:i]):
-                if not _apart(a, b, lambda ref: self.find(ref, where)):
-                    raise ParamError(
-                        joint=": ",
-                        why=f"an answer might fit more than one schema of oneOf at {where}, {j} "
-                        f"and {i}: take "
-                        "anyOf, or add to each what the others exclude, such as a const",
-                        field="structured_outputs.json",
-                    )
+        some = d["oneOf"]
+        _check_one_of(some, self.root, where)
         read = [self.read(s, f"{where}/oneOf/{i}", part, depth + 1) for i, s in enumerate(some)]
         return kept | (
             dict(allOf=[*kept.get("allOf", []), dict(anyOf=read)])

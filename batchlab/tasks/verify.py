@@ -483,6 +483,47 @@ def check_answer(
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}" + ("" if n == 1 else "s")
 
+
+def _headline(r: Report) -> str:
+    found = "all equal" if r.tokens else "nothing to compare"
+    if r.divergences:
+        found = (
+            f"{_count(len(r.divergences) - len(r.bugs), 'near-tie')}, {_count(len(r.bugs), 'bug')}"
+        )
+    if any(d.what == "token" for d in r.divergences):
+        found += f", largest gap {r.max_gap:.2g}"
+    if r.rounded:
+        found += f" (transformers' own arithmetic takes another token by {_count(len(r.rounded), 'near-tie')})"
+    some = f"{r.requests:,} of " if r.requests < r.total else ""
+    line = f"{some}{_count(r.total, 'request')}, {_count(r.tokens, 'token')}: {found}"
+    if r.unseeded:
+        line += (
+            f"; {_count(r.unseeded, 'answer')} without a seed, of which only: they were possible"
+        )
+    if r.unchecked:
+        line += f"; log probabilities of {_count(r.unchecked, 'answer')} not checked: processed, with a filter"
+    return line + (f"; {len(r.skipped)} skipped" if r.skipped else "")
+
+
+def _table(found: Sequence[Divergence]) -> list[str]:
+    "The lines of a table in markdown, none for nothing."
+    cell = lambda x: str(x).replace("|", "\\|").replace("`", "'")
+    head = ["kind", "request", "what", "in the batch", "alone", "gap", "tolerance"]
+    rows = [
+        [
+            d.kind,
+            d.name,
+            f"{d.what} {d.index}",
+            d.show(0),
+            d.show(1),
+            f"{d.gap:.2g}",
+            f"{d.tolerance:.2g}",
+        ]
+        for d in found
+    ]
+    lines = (head, ["---"] * len(head), *rows) if rows else ()
+    return [f"| {' | '.join(map(cell, line))} |" for line in lines]
+
 # %% ../../nbs/5_tasks/16_verify.ipynb #0412022e-1
 @dataclass
 class Report:
@@ -532,20 +573,7 @@ class Report:
     @property
     def headline(self) -> str:
         "What was found, in a line."
-        found = "all equal" if self.tokens else "nothing to compare"
-        if self.divergences:
-            found = f"{_count(len(self.divergences) - len(self.bugs), 'near-tie')}, {_count(len(self.bugs), 'bug')}"
-        if any(d.what == "token" for d in self.divergences):
-            found += f", largest gap {self.max_gap:.2g}"
-        if self.rounded:
-            found += f" (transformers' own arithmetic takes another token by {_count(len(self.rounded), 'near-tie')})"
-        some = f"{self.requests:,} of " if self.requests < self.total else ""
-        line = f"{some}{_count(self.total, 'request')}, {_count(self.tokens, 'token')}: {found}"
-        if self.unseeded:
-            line += f"; {_count(self.unseeded, 'answer')} without a seed, of which only: they were possible"
-        if self.unchecked:
-            line += f"; log probabilities of {_count(self.unchecked, 'answer')} not checked: processed, with a filter"
-        return line + (f"; {len(self.skipped)} skipped" if self.skipped else "")
+        return _headline(self)
 
     def log(self) -> None:
         "Log the headline or, if there is a bug, all of it as an error."
@@ -563,26 +591,7 @@ class Report:
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        cell = lambda x: str(x).replace("|", "\\|").replace("`", "'")
-        head = ["kind", "request", "what", "in the batch", "alone", "gap", "tolerance"]
-        rows = [
-            [
-                d.kind,
-                d.name,
-                f"{d.what} {d.index}",
-                d.show(0),
-                d.show(1),
-                f"{d.gap:.2g}",
-                f"{d.tolerance:.2g}",
-            ]
-            for d in self.firsts[:10]
-        ]
-        table = (
-            [f"| {' | '.join(map(cell, r))} |" for r in (head, ["---"] * len(head), *rows)]
-            if rows
-            else []
-        )
-        return "\n".join([self.headline, "", *table])
+        return "\n".join([self.headline, "", *_table(self.firsts[:10])])
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #5d0b17c1
 def promises_bits(llm: StreamCalls, params: SamplingParams) -> bool:
@@ -697,61 +706,33 @@ def check_vector(
     none is tolerated. Elsewhere it is 1 less the cosine, or of single numbers the difference,
     and up to `tolerance` a tie: if None 1e-5 in fp32, 1e-2 in half precision."""
     assert out.params is not None
+    types = out.token_type_ids
     prompt = dict(prompt_token_ids=out.prompt_token_ids) | (
-        {} if out.token_type_ids is None else dict(token_type_ids=out.token_type_ids)
+        {} if types is None else dict(token_type_ids=types)
     )
+    params = replace(out.params, raw=True, truncate_prompt_tokens=None)
     alone: Any
-    [(_, alone)] = llm.iter_outputs(
-        [prompt],
-        replace(out.params, raw=True, truncate_prompt_tokens=None),
-        lora_request=out.lora_request,
-    )
+    [(_, alone)] = llm.iter_outputs([prompt], params, lora_request=out.lora_request)
     got, want = numbers_of(out).float().cpu(), alone.outputs.data.float().cpu()
     if got.numel() == want.numel() == 1:
         got = got.view(want.shape)  # a score
     if got.shape == want.shape and torch.equal(got, want):
         return []
+
+    def differ(
+        at: int, x: float | str, y: float | str, gap: float, limit: float
+    ) -> list[Divergence]:
+        position = len(out.prompt_token_ids) - 1
+        return [Divergence(out.request_id, 0, at, position, x, y, gap, limit, "number")]
+
     if got.shape != want.shape or not got.isfinite().all() or not want.isfinite().all():
-        return [
-            Divergence(
-                out.request_id,
-                0,
-                0,
-                len(out.prompt_token_ids) - 1,
-                str([*got.shape]),
-                str([*want.shape]),
-                math.nan,
-                0.0,
-                "number",
-            )
-        ]
+        return differ(0, str([*got.shape]), str([*want.shape]), math.nan, 0.0)
     off = (got - want).abs()
     exact, at = llm.backend.batch_invariant and llm.shapes is not None, int(off.argmax())
-    one = got.ndim == 0 or got.shape[-1] == 1
-    gap = (
-        off.max().item()
-        if exact or one
-        else (1 - torch.cosine_similarity(got, want, dim=-1)).clamp(min=0).max().item()
-    )
-    limit = (
-        0.0
-        if exact
-        else tolerance
-        if tolerance is not None
-        else 1e-5
-        if llm.model.dtype.itemsize >= 4
-        else 1e-2
-    )
-    return [
-        Divergence(
-            out.request_id,
-            0,
-            at,
-            len(out.prompt_token_ids) - 1,
-            got.flatten()[at].item(),
-            want.flatten()[at].item(),
-            gap,
-            limit,
-            "number",
-        )
-    ]
+    gap = off.max().item()
+    if not exact and got.ndim and got.shape[-1] > 1:
+        gap = (1 - torch.cosine_similarity(got, want, dim=-1)).clamp(min=0).max().item()
+    limit = 0.0 if exact else tolerance
+    if limit is None:
+        limit = 1e-5 if llm.model.dtype.itemsize >= 4 else 1e-2
+    return differ(at, got.flatten()[at].item(), want.flatten()[at].item(), gap, limit)
