@@ -226,10 +226,10 @@ def test_what_is_refused(kernels):
         describe_router(mixture.gate, 64)
     mixture = tiny("mixtral", intermediate_size=40).model.layers[0].mlp
     with pytest.raises(Unavailable, match="multiples of 16"):
-        PackedExperts(mixture, 64, kernels, PlainLinear)
+        PackedExperts(mixture, kernels, PlainLinear)
     mixture.experts.act_fn = torch.nn.Softsign()
     with pytest.raises(Unavailable, match="activation"):
-        PackedExperts(mixture, 64, kernels, PlainLinear)
+        PackedExperts(mixture, kernels, PlainLinear)
 
 
 def test_a_family_that_changed_runs_by_its_own_code(kernels, monkeypatch):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'Attend', 'PAGE', 'Run', 'Paged', 'attend_paged', 'VarlenStep', 'paged_error', 'find_varlen', 'power_of_two',
-           'bucket', 'StaticInputs', 'StaticStep', 'CudaGraphs', 'CudaBackend', 'check_replays', 'cuda_backend',
-           'open_backend']
+           'bucket', 'pad_rows', 'StaticInputs', 'StaticStep', 'CudaGraphs', 'PagedBackend', 'StaticSteps',
+           'CudaBackend', 'check_replays', 'cuda_backend', 'open_backend']
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #51672ec5
 import functools, inspect, itertools, logging, weakref
@@ -222,6 +222,23 @@ def bucket(batch: Batch, block_size: int, in_place: bool = False) -> tuple[int, 
     size = power_of_two(len(held)), power_of_two(max(held))
     return size if in_place or size[0] * size[1] <= 4 * sum(held) else None
 
+# %% ../../nbs/4_fast/26_cuda.ipynb #651d9436
+def pad_rows(
+    batch: Batch, num_rows: int, cache: KVCache
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids, positions, places and lengths of `batch`, in which every row decodes, and the blocks
+    that each row holds: both filled up to `num_rows` rows in the scratch block of `cache`."""
+    assert batch.num_decode == len(batch)
+    pad, size, scratch = num_rows - len(batch), cache.block_size, cache.num_blocks
+    numbers = [
+        batch.ids + batch.ids[:1] * pad,
+        batch.positions + [0] * pad,
+        batch.slot_mapping + [scratch * size] * pad,
+        batch.seq_lens + [1] * pad,
+    ]
+    held = [t[: -(-n // size)] for t, n in zip(batch.block_table, batch.seq_lens)]
+    return numbers, held + [[scratch]] * pad
+
 # %% ../../nbs/4_fast/26_cuda.ipynb #9cbe8e50
 Run = Callable[[], torch.Tensor]  # a pass to be recorded, and its replay
 
@@ -239,12 +256,8 @@ class StaticInputs:
         assert len(cache.keys[0]) > cache.num_blocks, (
             "a cache without a scratch block: take that of `CudaBackend.make_cache`"
         )
-        self._cache, self.num_rows, self.num_blocks, self.paged = (
-            weakref.ref(cache),
-            num_rows,
-            num_blocks,
-            paged,
-        )
+        self._cache, self.paged = weakref.ref(cache), paged
+        self.num_rows, self.num_blocks = num_rows, num_blocks
         self.uses, self.masked, self.once = 0, 0, {}
         self.replay: Run | None = None
         self.tables: list[list[int]] = [[]] * num_rows
@@ -266,37 +279,20 @@ class StaticInputs:
     def place(self, batch: Batch) -> None:
         """Take a batch of single tokens whose `bucket` is no larger than this step, and send it
         to the device."""
-        pad, size, scratch = (
-            self.num_rows - len(batch),
-            self.cache.block_size,
-            self.cache.num_blocks,
+        numbers, held = pad_rows(batch, self.num_rows, self.cache)
+        assert len(held) == self.num_rows and len(max(held, key=len)) <= self.num_blocks, (
+            "a step too small"
         )
-        assert (
-            batch.num_decode == len(batch)
-            and pad >= 0
-            and max(batch.seq_lens) <= self.num_blocks * size
-        ), "a step too small"
         if self.sent:
             self.sent.synchronize()
-        self.numbers[:] = torch.tensor(
-            [
-                batch.ids + batch.ids[:1] * pad,
-                batch.positions + [0] * pad,
-                batch.slot_mapping + [scratch * size] * pad,
-                batch.seq_lens + [1] * pad,
-            ]
-        )
-        for i, blocks in enumerate(
-            [t[: -(-n // size)] for t, n in zip(batch.block_table, batch.seq_lens)]
-            + [[scratch]] * pad
-        ):
-            if blocks == self.tables[i]:
-                continue
-            self.table[i] = torch.tensor(blocks + blocks[-1:] * (self.num_blocks - len(blocks)))
-            self.tables[i] = blocks
-        self.masked = (
-            pad if self.paged else self.num_rows * self.num_blocks * size - sum(batch.seq_lens)
-        )
+        self.numbers[:] = torch.tensor(numbers)
+        for i, blocks in enumerate(held):
+            if blocks != self.tables[i]:
+                more = blocks[-1:] * (self.num_blocks - len(blocks))
+                self.table[i] = torch.tensor(blocks + more)
+                self.tables[i] = blocks
+        read = self.num_rows * self.num_blocks * self.cache.block_size
+        self.masked = self.num_rows - len(batch) if self.paged else read - sum(batch.seq_lens)
         self.inputs.copy_(self.host, non_blocking=True)
         if self.sent:
             self.sent.record()
@@ -377,8 +373,61 @@ class CudaGraphs:
 
         return replay
 
+# %% ../../nbs/4_fast/26_cuda.ipynb #70b515e8
+class PagedBackend(TorchBackend):
+    """Runs packed steps on a GPU. `paged`: from `find_varlen`; None: masked SDPA over copies."""
+
+    name = "cuda packed"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: Sequence[Shape],
+        paged: Attend | None = None,
+        why: str = "",
+    ) -> None:
+        super().__init__(model, shapes, why, PAGE if paged else 64)
+        self.paged = paged
+
+    def make_cache(self, num_blocks: int) -> KVCache:
+        """A cache of that many blocks, and one more for padding rows, which `num_blocks` does
+        not count."""
+        cache = super().make_cache(num_blocks + 1)
+        cache.num_blocks -= 1
+        for t in cache.keys + cache.values:
+            t[cache.num_blocks].zero_()
+        return cache
+
+    def make_step(self, cache: KVCache, batch: Batch) -> PackedStep:
+        return (
+            VarlenStep(cache, batch, self.paged) if self.paged else super().make_step(cache, batch)
+        )
+
+# %% ../../nbs/4_fast/26_cuda.ipynb #048abda3
+class StaticSteps(dict[tuple[int, int], StaticStep]):
+    """The steps of fixed shape for one cache, by `bucket`, the one used last behind the others:
+    no more than `most`. `paged`: see `StaticInputs`."""
+
+    def __init__(self, most: int, paged: Attend | None = None) -> None:
+        self.most, self.paged = most, paged
+        self._cache: Callable[[], KVCache | None] = lambda: None
+
+    def take(self, cache: KVCache, batch: Batch) -> StaticStep | None:
+        """The step for `batch`, a new one or one used before; None if it has to go the packed
+        way. Those for another cache are forgotten."""
+        if self._cache() is not cache:
+            self.clear()
+            self._cache = weakref.ref(cache)
+        size = bucket(batch, cache.block_size, self.paged is not None)
+        if size is None:
+            return None
+        self[size] = step = self.pop(size, None) or StaticStep(cache, *size, self.paged)
+        if len(self) > self.most:
+            del self[next(iter(self))]
+        return step
+
 # %% ../../nbs/4_fast/26_cuda.ipynb #90383c09
-class CudaBackend(TorchBackend):
+class CudaBackend(PagedBackend):
     """Runs packed steps on a GPU, and by recordings those in which every row decodes.
 
     `record(run)`: makes a replay, see `CudaGraphs`; None: steps of fixed shape, run by Python
@@ -396,48 +445,33 @@ class CudaBackend(TorchBackend):
         after: int = 2,
         max_graphs: int = 64,
     ) -> None:
-        super().__init__(model, shapes, why, PAGE if paged else 64)
-        self.record, self.paged, self.after, self.max_graphs = record, paged, after, max_graphs
+        super().__init__(model, shapes, paged, why)
+        self.record, self.after = record, after
         self.name, self.static = "cuda graphs" if record else "cuda static", True
-        self.close()
+        self.steps = StaticSteps(max_graphs, paged)
 
     @property
     def num_recorded(self) -> int:
-        return sum(s.replay is not None for s in self.steps.values())
+        return sum(step.replay is not None for step in self.steps.values())
 
     def close(self) -> None:
         "Forget all recordings, and give their memory back."
-        self.steps: dict[tuple[int, int], StaticStep] = {}
-        self._cache: Callable[[], KVCache | None] = lambda: None
-
-    def make_cache(self, num_blocks: int) -> KVCache:
-        """A cache of that many blocks, and one more for padding rows, which `num_blocks` does
-        not count."""
-        cache = super().make_cache(num_blocks + 1)
-        cache.num_blocks -= 1
-        for t in cache.keys + cache.values:
-            t[cache.num_blocks].zero_()
-        return cache
-
-    def make_step(self, cache: KVCache, batch: Batch) -> PackedStep:
-        return (
-            VarlenStep(cache, batch, self.paged) if self.paged else super().make_step(cache, batch)
-        )
+        self.steps.clear()
 
     def static_step(self, cache: KVCache, batch: Batch) -> StaticStep | None:
-        """The step of fixed shape for `batch`, a new one or one used before; None if it has to
-        go the packed way."""
-        if self._cache() is not cache:
+        "The step of fixed shape for `batch`; None if it has to go the packed way."
+        return self.steps.take(cache, batch) if self.static else None
+
+    def _recorded(self, run: Run) -> Run | None:
+        "The replay of `run`; None if it can't be recorded: from then on, nothing is."
+        try:
+            return self.record(run) if self.record else None
+        except Exception as e:
             self.close()
-            self._cache = weakref.ref(cache)
-        size = bucket(batch, cache.block_size, self.paged is not None) if self.static else None
-        if size is None:
-            return None
-        step = self.steps.pop(size, None) or StaticStep(cache, *size, self.paged)
-        self.steps[size] = step  # the last in line
-        if len(self.steps) > self.max_graphs:
-            del self.steps[next(iter(self.steps))]
-        return step
+            self.name, self.record, self.static, why = super().name, None, False, reason_of(e)
+        self.why = ". ".join(filter(None, [self.why, f"nothing is recorded: {why}"]))
+        kind = type(self.model).__name__
+        log.warning("%s decodes without recordings, which is slower on a GPU: %s", kind, why)
 
     @torch.inference_mode()
     def execute(self, cache: KVCache, batch: Batch) -> torch.Tensor:
@@ -447,29 +481,14 @@ class CudaBackend(TorchBackend):
         cache.prepare(batch)
         step.place(batch)
         step.uses, run = step.uses + 1, functools.partial(step.run, self.model)
-        if step.replay is None and self.record and step.uses >= self.after:
-            try:
-                step.replay = self.record(run)
-            except Exception as e:
-                self.close()
-                self.name, self.record, self.static, why = "cuda packed", None, False, reason_of(e)
-                self.why = ". ".join(filter(None, [self.why, f"nothing is recorded: {why}"]))
-                log.warning(
-                    "%s decodes without recordings, which is slower on a GPU: %s",
-                    type(self.model).__name__,
-                    why,
-                )
-                return super().execute(cache, batch)
-        out, n, self.masked = (
-            (step.replay or run)(),
-            len(batch),
-            step.masked,
-        )  # the next replay writes over `out`
-        return (
-            out[:n].clone()
-            if len(batch.logits_at) == n
-            else out[ints(batch.logits_at, device=out.device)]
-        )
+        if step.replay is None and step.uses >= self.after:
+            step.replay = self._recorded(run)
+        if not self.static:
+            return super().execute(cache, batch)
+        out, n, self.masked = (step.replay or run)(), len(batch), step.masked
+        if len(batch.logits_at) == n:
+            return out[:n].clone()  # the next replay writes over `out`
+        return out[ints(batch.logits_at, device=out.device)]
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #440e3992
 def check_replays(model: PreTrainedModel, backend: CudaBackend, probe: Probe | None = None) -> None:

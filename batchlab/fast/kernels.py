@@ -63,9 +63,8 @@ class TiledCache(KVCache):
     @staticmethod
     def suits(shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
         "Whether the kernels can read and write blocks of these `shapes`."
-        return dtype in DTYPES and all(
-            d % 16 == 0 and d <= 256 for _, *dims in shapes for d in dims
-        )
+        dims = {d for _, *each in shapes for d in each}
+        return dtype in DTYPES and all(d % 16 == 0 and d <= 256 for d in dims)
 
     def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
         assert self.block_size % COLUMNS == 0, (
@@ -77,7 +76,6 @@ class TiledCache(KVCache):
         return heads, self.block_size // self.e, dim, self.e
 
     def prepare(self, batch: Batch) -> None:
-        "Before a step: its copies."
         self.use(batch)
         for source, target, _ in batch.copies:
             self.copy(source, target)
@@ -91,11 +89,9 @@ class TiledCache(KVCache):
 
     def clear(self, layer: int, slot_mapping: torch.Tensor) -> None:
         "Zeros in these places, int64 `[T]`."
-        heads, k, v = self.shapes[layer]
-        key, value = (
-            torch.zeros(len(slot_mapping), heads, dim, dtype=self.dtype) for dim in (k, v)
-        )
-        self.write(layer, key, value, slot_mapping)
+        heads, *dims = self.shapes[layer]
+        k, v = (torch.zeros(len(slot_mapping), heads, dim, dtype=self.dtype) for dim in dims)
+        self.write(layer, k, v, slot_mapping)
 
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
@@ -110,9 +106,8 @@ class TiledCache(KVCache):
         "As `KVCache.read`; always copies."
         at = torch.as_tensor(blocks, dtype=torch.int64)
         k, v = self.keys[layer][at], self.values[layer][at]
-        return k.permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2), v.permute(
-            0, 2, 4, 1, 3
-        ).flatten(0, 2)
+        k, v = k.permute(0, 2, 4, 1, 3, 5).flatten(4), v.permute(0, 2, 4, 1, 3)
+        return k.flatten(0, 2), v.flatten(0, 2)
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #9e8cf59d
 def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
@@ -122,6 +117,20 @@ def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
     Whole steps of 128 columns are shared, and only by rows whose tokens all come after these."""
     limits = [start // block_size for start in batch.starts]
     return shared_prefixes(batch.block_table, limits, math.lcm(block_size, STEP) // block_size)
+
+# %% ../../nbs/4_fast/20_kernels.ipynb #77ab118a
+def _fill(
+    pieces: Sequence[tuple[int, int, int, int]], most: int
+) -> list[list[tuple[int, int, int, int]]]:
+    "`pieces` of rows, in order, in lists of up to `most` tokens, or of one piece that has more."
+    lists, room = [], 0
+    for piece in pieces:
+        if piece[1] > room:
+            lists.append([])
+            room = most
+        lists[-1].append(piece)
+        room -= piece[1]
+    return lists
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #9c9107b9
 class AttentionWorklist:
@@ -174,20 +183,6 @@ class AttentionWorklist:
             x for (n, unit), end in zip(units, ends) for x in (end - len(unit), end, unit[0][2], n)
         ).view(-1, 4)
         self.blocks = ints(itertools.chain.from_iterable(batch.block_table))
-
-
-def _fill(
-    pieces: Sequence[tuple[int, int, int, int]], most: int
-) -> list[list[tuple[int, int, int, int]]]:
-    "`pieces` of rows, in order, in lists of up to `most` tokens, or of one piece that has more."
-    lists, room = [], 0
-    for piece in pieces:
-        if piece[1] > room:
-            lists.append([])
-            room = most
-        lists[-1].append(piece)
-        room -= piece[1]
-    return lists
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e002
 def layout(
@@ -243,6 +238,27 @@ def whole_rows(batch: Batch, most: int = 512) -> torch.Tensor:
     ).view(-1, 4)
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e003
+def _products_right(kernels: Kernels) -> Iterator[bool]:
+    "Whether products are exact, and weights packed as torch packs them."
+    gen = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:  # whole numbers: exact
+        x, w, b = (
+            torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,))
+        )
+        want = F.linear(x.float(), w.float(), b.float()).to(dtype)
+        yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
+    x, w = (torch.randint(-127, 128, s, generator=gen) for s in ((29, 64), (70, 64)))
+    x[:, 0], w[0], x[0] = 127, 127, 127  # steps of 1; the largest sum
+    got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1)
+    yield torch.equal(got.long(), x @ w.T)
+    for dtype in DTYPES:
+        w = torch.randn(70, 64, generator=gen).to(dtype)
+        bytes, steps = kernels.quantize(w, 16, 127)
+        mine = kernels.pack_weight(w[:40], w[40:]), *kernels.pack_bytes(w, block=16)
+        want = pack_weight(w), *pack_bytes((bytes ^ 128).view(torch.int8)), steps
+        yield all(map(torch.equal, mine, want))
+
+# %% ../../nbs/4_fast/20_kernels.ipynb #c63558dd
 def attend_rows(
     cache: KVCache,
     layer: int,
@@ -288,46 +304,18 @@ def attend_both_ways(
         )
     return torch.cat(out)
 
-# %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e003-1
-def _trials(kernels: Kernels) -> Iterator[bool]:
-    """Whether products are exact, then whether attention is right: with a prefix that two rows
-    share, both ways, with window, soft cap and sinks."""
-    gen = torch.Generator().manual_seed(0)
-    for dtype in DTYPES:  # whole numbers: exact
-        x, w, b = (
-            torch.randint(-3, 4, s, generator=gen).to(dtype) for s in ((29, 48), (70, 48), (70,))
-        )
-        want = F.linear(x.float(), w.float(), b.float()).to(dtype)
-        yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
-    x, w = (torch.randint(-127, 128, s, generator=gen) for s in ((29, 64), (70, 64)))
-    x[:, 0], w[0], x[0] = 127, 127, 127  # steps of 1; the largest sum
-    got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70), None, 1)
-    yield torch.equal(got.long(), x @ w.T)
-    for w in (
-        torch.randn(70, 64, generator=gen).to(dtype) for dtype in DTYPES
-    ):  # packed by the kernels and by torch
-        (bytes, steps), *mine = (
-            kernels.quantize(w, 16, 127),
-            kernels.pack_weight(w[:40], w[40:]),
-            *kernels.pack_bytes(w, block=16),
-        )
-        yield all(
-            map(
-                torch.equal,
-                mine,
-                (pack_weight(w), *pack_bytes((bytes ^ 128).view(torch.int8)), steps),
-            )
-        )
+# %% ../../nbs/4_fast/20_kernels.ipynb #f4475009
+def _attention_right(kernels: Kernels) -> Iterator[bool]:
+    """Whether attention is right: with a prefix that two rows share, both ways, with window, soft
+    cap and sinks."""
     batch = pack_rows(
         [([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)],
         [[5, 2, 1], [5, 2, 6], [0], [3, 4]],
         COLUMNS,
     )
     whole = pack_rows([([0] * n, 0) for n in (1, 150, 67)], [[]] * 3, 0, causal=False)
-    work, every = (
-        AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1),
-        torch.arange(7 * COLUMNS),
-    )
+    work = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1)
+    every, gen = torch.arange(7 * COLUMNS), torch.Generator().manual_seed(0)
     q, k, v, sinks = (
         torch.randn(s, generator=gen)
         for s in ((whole.num_tokens, 4, 16), (len(every), 2, 16), (len(every), 2, 16), (4,))
@@ -335,31 +323,23 @@ def _trials(kernels: Kernels) -> Iterator[bool]:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         cache, a = TiledCache([(2, 16, 16)], 7, dtype=dtype), q.to(dtype)
         cache.write(0, k.to(dtype), v.to(dtype), every)
-        for asked in (
-            (None, None, None),
-            (20, None, sinks),
-            (None, 2.0, sinks),
-        ):  # window, soft cap, sinks
-            x, (key, value) = a[: batch.num_tokens], (t[: len(a)].to(dtype) for t in (k, v))
-            got = kernels.attend(
-                layout(cache, 0, x, 0.25, *asked), x, cache.keys[0], cache.values[0], work
-            ).float()
-            yield bool(
-                (got - attend_rows(cache, 0, batch, x, 0.25, *asked)).abs().max() <= tolerance
-            )
-            got = kernels.attend_whole(
-                layout_whole(a, 2, 16, 0.25, *asked), a, key, value, whole_rows(whole, 70)
-            ).float()
-            yield bool(
-                (got - attend_both_ways(whole, a, key, value, 0.25, *asked)).abs().max()
-                <= tolerance
-            )
+        x, (key, value) = a[: batch.num_tokens], (t[: len(a)].to(dtype) for t in (k, v))
+        # window, soft cap, sinks
+        for asked in ((None, None, None), (20, None, sinks), (None, 2.0, sinks)):
+            z = layout(cache, 0, x, 0.25, *asked)
+            got = kernels.attend(z, x, cache.keys[0], cache.values[0], work).float()
+            off = got - attend_rows(cache, 0, batch, x, 0.25, *asked)
+            yield bool(off.abs().max() <= tolerance)
+            z = layout_whole(a, 2, 16, 0.25, *asked)
+            got = kernels.attend_whole(z, a, key, value, whole_rows(whole, 70)).float()
+            off = got - attend_both_ways(whole, a, key, value, 0.25, *asked)
+            yield bool(off.abs().max() <= tolerance)
 
 # %% ../../nbs/4_fast/20_kernels.ipynb #c7a1e003-2
 def check_kernels(kernels: Kernels) -> None:
     """Raise `CompileError` unless products are exact and attention comes out as `attend_plain`
     has it."""
-    if not all(_trials(kernels)):
+    if not all(itertools.chain(_products_right(kernels), _attention_right(kernels))):
         raise CompileError(
             f"the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to "
             "another compiler"
@@ -454,27 +434,15 @@ class KernelStep(KernelLayout):
             window = None
         if sinks is not None:
             sinks = sinks.float().contiguous()
+        asked = scaling, window, softcap, sinks
         if not self.batch.causal:
-            return self.kernels.attend_whole(
-                layout_whole(q, k.shape[1], v.shape[2], scaling, window, softcap, sinks),
-                q,
-                k,
-                v,
-                self.whole,
-            )
+            z = layout_whole(q, k.shape[1], v.shape[2], *asked)
+            return self.kernels.attend_whole(z, q, k, v, self.whole)
         cache, K, V = self.cache, self.cache.keys[layer], self.cache.values[layer]
-        alike = (
-            cache.shapes[layer],
-            q.shape[1:],
-            q.stride(),
-            scaling,
-            window,
-            softcap,
-            sinks is None,
-        )
+        alike = cache.shapes[layer], q.shape[1:], q.stride(), *asked[:3], sinks is None
         z = self.layouts.get(alike)
         if z is None or sinks is not None:
-            z = self.layouts[alike] = layout(cache, layer, q, scaling, window, softcap, sinks)
+            z = self.layouts[alike] = layout(cache, layer, q, *asked)
         self.kernels.write(z, k, v, K, V, self.slot_mapping)
         heads = q.shape[1] // K.shape[1], K.shape[1]  # to each KV head, and KV heads
         if heads not in self.worklists:
@@ -536,7 +504,7 @@ def usable_kernels(
             _warn_of_torch(str(e))  # elsewhere nobody can do anything about it
         raise Unavailable(str(e)) from e
 
-
+# %% ../../nbs/4_fast/20_kernels.ipynb #7ac4bca0
 class KernelBackend(TorchBackend):
     "Runs packed steps by the model's own code, with its attention on `kernels`."
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'ENCODERS', 'ACTIVATIONS', 'Family', 'first_of', 'base_of', 'layers_of', 'head_of', 'mixture_of',
            'as_linear', 'linears_of', 'check_family', 'describe_norm', 'activation_of', 'Rotations',
-           'describe_rotations', 'attention_specs', 'describe_layer']
+           'describe_rotations', 'attention_specs', 'describe_heads', 'describe_layer']
 
 # %% ../../nbs/4_fast/23_layers.ipynb #c311eb62
 import functools, inspect, operator
@@ -391,6 +391,28 @@ def attention_specs(
         raise Unavailable("its layers have different heads")
     return specs
 
+# %% ../../nbs/4_fast/23_layers.ipynb #6c831c31
+def describe_heads(
+    attention: Any, family: Family, spec: AttentionSpec, outputs: int
+) -> tuple[Shape, list[torch.Tensor]]:
+    """The heads of `attention`, in rows of so many `outputs`, for the kernels, and the tensors
+    that the description leads to. Raises `Unavailable`."""
+    if family.by_head and spec.heads != spec.kv_heads:
+        raise Unavailable("its query heads share KV heads, and stand beside them")
+    kept = [] if spec.sinks is None else [spec.sinks.detach().float().contiguous()]
+    return Shape(
+        spec.heads,
+        spec.kv_heads,
+        spec.dim,
+        spec.dim_v,
+        outputs,
+        2 * spec.dim + spec.dim_v if family.by_head else spec.dim,
+        window=spec.window or 0,
+        scale=spec.scaling * (attention.scaling if family.scaled else 1),
+        softcap=spec.softcap or 0,
+        sinks=address_of(next(iter(kept), None)),
+    ), kept
+
 # %% ../../nbs/4_fast/23_layers.ipynb #89467803
 def describe_layer(
     layer: Any,
@@ -431,26 +453,11 @@ def describe_layer(
     z.qkv, z.out, z.gate_up, z.down = linears
     if mlp is not None:
         z.act = activation_of(mlp, z.gate_up.outputs == 2 * z.down.inputs)
-    if family.by_head and spec.heads != spec.kv_heads:
-        raise Unavailable("its query heads share KV heads, and stand beside them")
-    if spec.sinks is not None:
-        kept.append(spec.sinks.detach().float().contiguous())
-    z.shape = Shape(
-        spec.heads,
-        spec.kv_heads,
-        spec.dim,
-        spec.dim_v,
-        z.qkv.outputs,
-        2 * spec.dim + spec.dim_v if family.by_head else spec.dim,
-        window=spec.window or 0,
-        scale=spec.scaling * (attention.scaling if family.scaled else 1),
-        softcap=spec.softcap or 0,
-        sinks=None if spec.sinks is None else address_of(kept[-1]),
-    )
+    z.shape, sinks = describe_heads(attention, family, spec, z.qkv.outputs)
+    kept += sinks
     unrotated = family.windows_only and not spec.window and getattr(config, "sliding_window", None)
-    z.rotated = bool(
-        rotations and getattr(attention, "use_rope", True) and not unrotated
-    )  # whether; the tables say how many dims
+    # whether; the tables say how many dims
+    z.rotated = bool(rotations and getattr(attention, "use_rope", True) and not unrotated)
     z.exact = family.exact or bool(rotations and rotations.exact)
     z.parallel, z.late, z.interleaved, z.by_head, z.behind = (
         family.parallel,

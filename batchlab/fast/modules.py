@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'NEAR_INT8', 'Swap', 'kind_of', 'record_calls', 'PackedNorm', 'norm_rows', 'gives_the_same', 'norm_like',
-           'StandIn', 'linear_like', 'ChosenExperts', 'experts_like', 'swapped', 'Modules', 'ModuleBackend',
-           'open_backend']
+           'StandIn', 'linear_like', 'ChosenExperts', 'experts_like', 'swapped', 'module_like', 'Modules',
+           'ModuleBackend', 'open_backend']
 
 # %% ../../nbs/4_fast/27_modules.ipynb #58eb198b
 import contextlib, ctypes, inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..core.attention import attention_override
-from .trial import check_backend
-from .trial import probe_rows
-from .trial import BackendOptions
+from .trial import BackendOptions, check_backend, probe_rows
 from ..errors import Unavailable
-from .experts import PackedExperts, ProbeOfMixture, expert_views, describe_gate
+from .experts import ExpertProducts, ProbeOfMixture
+from .fused import choose_linear
 from .int8 import Int8Linear, module_places, put_module
 from .kernels import KernelBackend, usable_kernels
 from .layers import as_linear, describe_norm
@@ -170,35 +170,18 @@ def linear_like(
     return new
 
 # %% ../../nbs/4_fast/27_modules.ipynb #31384bc0
-class ChosenExperts(PackedExperts):
+class ChosenExperts(ExpertProducts):
     """The products of stacked `experts`, packed by `make`; who is for which of them the model's
     own router says. Called as transformers calls experts. `nbytes`: of all. Raises
     `Unavailable`."""
 
     def __init__(self, experts: Any, kernels: Kernels, make: MakeLinear, memory: HugePages) -> None:
-        nn.Module.__init__(self)
-        if not experts.has_gate or experts.has_post_expert_norm or experts._is_expert_parallel:
-            raise Unavailable("they are built in another way")
-        act, self.gate = describe_gate(experts)
-        first, second = (expert_views(experts, name) for name in ("gate_up_proj", "down_proj"))
-        self.kernels, self.n, self.inner, self.width = (
-            kernels,
-            experts.down_proj.shape[0],
-            second[0].in_features,
-            first[0].in_features,
-        )
-        if self.inner % 16 or self.width % 32:
-            raise Unavailable("their sizes are no multiples of 16 and 32")
-        self.gate_up, self.down = (
-            make(*views, kernels=kernels, empty=memory.empty, onednn=False)
-            for views in (first, second)
-        )
-        self.nbytes = self.gate_up.nbytes + self.down.nbytes
+        super().__init__(experts, kernels, partial(make, empty=memory.empty))
         self.layer = Layer(
             experts=Experts(
                 gate_up=self.gate_up.describe(),
                 down=self.down.describe(),
-                act=act,
+                act=self.act,
                 num_experts=self.n,
             )
         )
@@ -272,6 +255,32 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
         for holder, name, module, _ in done:
             holder._modules[name] = module
 
+# %% ../../nbs/4_fast/27_modules.ipynb #c26a3e57
+def module_like(
+    module: nn.Module,
+    args: tuple[torch.Tensor, ...],
+    name: str,
+    kernels: Kernels,
+    make: MakeLinear | None,
+    memory: HugePages,
+) -> Any:
+    """What takes the place of `module`, called `name`, which is called with `args`; None if
+    nothing does."""
+    kind, x = kind_of(module), args[0]
+    if x.dtype not in NEAR or make is None and kind != "norm":
+        return None
+    try:
+        if kind == "norm":
+            return norm_like(module, x, kernels)
+        if make is None or make is StandIn:
+            return StandIn(module)
+        if kind == "experts":
+            return experts_like(module, args, kernels, make, memory)
+        routes = "router" in name.split(".") or name.endswith("gate")
+        return linear_like(module, x, kernels, PackedLinear if routes else make, memory)
+    except (Unavailable, AttributeError, TypeError, ValueError, RuntimeError):
+        return None  # it is not what it looked like
+
 # %% ../../nbs/4_fast/27_modules.ipynb #0aa34826
 class Modules:
     """What takes the places of modules of `model`, by `kernels`: put in by `inside()`, or for
@@ -289,27 +298,17 @@ class Modules:
         make: MakeLinear | None = PackedLinear,
         hidden: bool = False,
     ) -> None:
-        self.model, self.kernels, self.make, self.memory, self.nbytes = (
-            model,
-            kernels,
-            make,
-            HugePages(),
-            0,
-        )
-        self.swaps, self.replaced, self.files = (
-            list[Swap](),
-            list[tuple[str, str, str, int]](),
-            mapped_files() if own else [],
-        )
-        calls, names = (
-            record_calls(model, probe_rows(model)[0], hidden),
-            {id(m): name for name, m in model.named_modules()},
-        )
+        self.model, self.kernels, self.nbytes = model, kernels, 0
+        self.swaps, self.replaced = list[Swap](), list[tuple[str, str, str, int]]()
+        self.files, memory = mapped_files() if own else [], HugePages()
+        calls = record_calls(model, probe_rows(model)[0], hidden)
+        names = {id(m): name for name, m in model.named_modules()}
         places = module_places(model, calls.__contains__)
         while calls:  # nothing else holds them, so that each can go
             module = next(iter(calls))
             args, where = calls.pop(module), places.pop(module)
-            if (new := self._like(module, args, name := names[id(module)])) is None:
+            name = names[id(module)]
+            if (new := module_like(module, args, name, kernels, make, memory)) is None:
                 continue
             self.nbytes += new.nbytes
             self.replaced.append((name, type(module).__name__, type(new).__name__, new.nbytes))
@@ -320,23 +319,6 @@ class Modules:
         if own:
             for p in model.parameters():
                 p.data = p.data.clone()  # lets the file go that they were mapped from
-
-    def _like(self, module: nn.Module, args: tuple[torch.Tensor, ...], name: str) -> Any:
-        "What takes the place of `module`, which `name` leads to, or None if nothing does."
-        kind, x, kernels, make = kind_of(module), args[0], self.kernels, self.make
-        if x.dtype not in NEAR or make is None and kind != "norm":
-            return None
-        try:
-            if kind == "norm":
-                return norm_like(module, x, kernels)
-            if make is None or make is StandIn:
-                return StandIn(module)
-            if kind == "experts":
-                return experts_like(module, args, kernels, make, self.memory)
-            routes = "router" in name.split(".") or name.endswith("gate")
-            return linear_like(module, x, kernels, PackedLinear if routes else make, self.memory)
-        except (Unavailable, AttributeError, TypeError, ValueError, RuntimeError):
-            return None  # it is not what it looked like
 
     def _give_up(
         self, module: nn.Module, new: nn.Module, where: list[tuple[nn.Module, str]]
@@ -381,31 +363,17 @@ def open_backend(
     `options` as for fused layers: with `own` weights are given up for packed ones, else these
     take up to `room` bytes beside them, and where there is less room only norms are replaced;
     'int8' for weights in bytes."""
-    kernels, why = usable_kernels(model, shapes, options), ""
-    make: MakeLinear | None = PackedLinear
-    weights = sum(p.nbytes for p in model.parameters())
-    if options.quantization == "int8":
-        make = Int8Linear
-    elif options.quantization:
-        raise Unavailable(f"packed modules know no quantization {options.quantization!r}")
-    elif not options.own and options.room is not None and weights > options.room:
-        make, why = (
-            None,
-            f"packed weights beside its own would take {weights:,} bytes more: load it by name",
-        )
+    kernels = usable_kernels(model, shapes, options)
+    make, why = choose_linear(model, options, None)
     hidden = options.probe is not None and options.probe.hidden
     tried = Modules(model, kernels, make=StandIn if make else None, hidden=hidden)
     if not tried.replaced:
         raise Unavailable("")
-    mixture = model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules())
+    probe = options.probe
+    if model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules()):
+        probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
     try:
-        check_backend(
-            model,
-            ModuleBackend(tried, shapes),
-            ProbeOfMixture(model, probe_rows(model), probe=options.probe)
-            if mixture
-            else options.probe,
-        )
+        check_backend(model, ModuleBackend(tried, shapes), probe)
     except (Unavailable, AttributeError, TypeError) as e:
         raise Unavailable(f"{type(model).__name__} runs by its own modules: replaced, {e}") from e
     del tried  # it holds the modules whose weights are to be given up

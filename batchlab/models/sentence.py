@@ -74,7 +74,7 @@ def activation_name(path: str) -> str:
         return name
     raise ValueError(f"the activation {path!r} is not one of torch.nn: {', '.join(ACTIVATIONS)}")
 
-
+# %% ../../nbs/3_models/sentence.ipynb #1888829a
 @dataclass(frozen=True, eq=False)
 class Dense:
     """A layer after pooling, in fp32: `activation(weight @ x + bias)`, and `x` added, through

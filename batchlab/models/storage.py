@@ -51,7 +51,7 @@ def _size(paths: Iterable[Path]) -> int:
                 total += 0 if f.is_dir() else f.lstat().st_size
     return total
 
-
+# %% ../../nbs/3_models/storage.ipynb #187d1a71
 def own() -> list[Kept]:
     """What is in batchlab's own folder: models, compiled kernels, models of random weights,
     unfinished downloads."""
@@ -135,7 +135,7 @@ def _remove_from_hub(found: list[Kept]) -> list[Kept]:
             )
     return found
 
-
+# %% ../../nbs/3_models/storage.ipynb #eb8ee538
 def remove(name: str) -> list[Kept]:
     """Remove model `name`, wherever it is kept, and return what that was. Raises
     `ModelNotFoundError`, `ModelError`."""
