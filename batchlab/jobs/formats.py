@@ -78,14 +78,12 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
 # %% ../../nbs/6_jobs/formats.ipynb #ob000035
 def read_raw(
     name: str | Path,
-    prompt_column: str = "prompt",
-    id_column: str = "custom_id",
     kind: str | None = None,
     text_form: TextForm | None = None,
-    **columns: Any,
+    columns: Columns | None = None,
 ) -> Iterator[tuple[int, Raw]]:
     """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by
-    `Columns` with these arguments.
+    its `columns`, which are the usual ones unless they are given.
 
     `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it
     is found out. Raises `JobError`, after all that stands before what can't be read."""
@@ -93,9 +91,7 @@ def read_raw(
     try:
         if kind in TABLES:
             table = TableFile(name, kind, text_form)
-            read = Columns(
-                table.names, name, prompt_column, id_column, text=not table.schema, **columns
-            )
+            read = columns or Columns(table.names, name, text=not table.schema)
             for number, cells, why in table.rows(None if read.keep else read.needed):
                 row = read.row(cells)
                 yield number, row._replace(failure=f"not CSV ({why})") if why else row
