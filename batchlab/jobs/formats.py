@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['read_raw']
+__all__ = ['BROKEN', 'cant_read', 'read_raw']
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000026
 import csv, errno, itertools, json, lzma, os, re, zlib
@@ -76,6 +76,17 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
             yield number, encode_json(d).encode()
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000035
+BROKEN = OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError
+
+
+def cant_read(name: str | Path, e: Exception, table: bool = True, number: int = 0) -> JobError:
+    "The error to raise where `e`, of `BROKEN`, ended file `name` behind line or row `number`."
+    why = getattr(e, "strerror", None) or e
+    where = f" beyond {'row' if table else 'line'} {number}" if number else ""
+    text = f"can't read {name}{where} ({why}): mend the file, and run again"
+    return JobError(text, 2 - bool(number))
+
+
 def read_raw(
     name: str | Path,
     kind: str | None = None,
@@ -102,12 +113,8 @@ def read_raw(
             for number, raw in lines:
                 if raw.strip():
                     yield number, prompt_line(raw) if kind == "txt" else raw
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as e:
-        why = getattr(e, "strerror", None) or e
-        where = f" beyond {'row' if kind in TABLES else 'line'} {number}" if number else ""
-        raise JobError(
-            f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)
-        ) from e
+    except BROKEN as e:
+        raise cant_read(name, e, kind in TABLES, number) from e
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000039
 _CUTS = re.compile(

@@ -19,7 +19,7 @@ from ..errors import BatchlabError, JobError, Message, Option
 from ..core.hashes import chunk_hashes
 from ..core.params import SETTINGS, SamplingParams
 from ..errors import check_names
-from .formats import Raw, export_records, read_raw
+from .formats import BROKEN, Raw, cant_read, export_records, read_raw
 from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, no_file, stamp
 from .journal import check_stamps, stamp_of, write_settings
 from .journal import drop_side, has_records, journal_of, settings_file, side_of
@@ -634,7 +634,10 @@ def columns_of(job: JobOutput) -> Columns | None:
     own: dict[str, Any] = {}
     usual = (job.prompt_column, job.prompt_template) == ("prompt", None)
     if job.from_table:
-        table = job.table()
+        try:
+            table = job.table()
+        except BROKEN as e:
+            raise cant_read(job.input, e) from e
         names = table.names
         if job.embed and usual:
             known = (n for n in ("prompt", "text", "input") if n in names)
