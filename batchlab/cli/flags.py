@@ -516,7 +516,8 @@ def parser_of(command: str) -> FlagParser:
     for part in cls.__mro__[:-1]:
         add_flags(p, own, part.__name__)
     if command in OF_JOB:
-        add_flags(p, "jobs/job.py", "Job", **OF_JOB[command])
+        for part in ("JobInput", "JobOutput", "Job"):
+            add_flags(p, "jobs/job.py", part, **OF_JOB[command])
     if command in ON_RAY:
         add_flags(p.add_argument_group("on Ray", ON_RAY[command]), own, "RayFlags")
     if takes_model(command):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['read_raw']
+__all__ = ['BROKEN', 'cant_read', 'read_raw']
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000026
 import csv, errno, itertools, json, lzma, os, re, zlib
@@ -76,16 +76,25 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
             yield number, encode_json(d).encode()
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000035
+BROKEN = OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError
+
+
+def cant_read(name: str | Path, e: Exception, table: bool = True, number: int = 0) -> JobError:
+    "The error to raise where `e`, of `BROKEN`, ended file `name` behind line or row `number`."
+    why = getattr(e, "strerror", None) or e
+    where = f" beyond {'row' if table else 'line'} {number}" if number else ""
+    text = f"can't read {name}{where} ({why}): mend the file, and run again"
+    return JobError(text, 2 - bool(number))
+
+
 def read_raw(
     name: str | Path,
-    prompt_column: str = "prompt",
-    id_column: str = "custom_id",
     kind: str | None = None,
     text_form: TextForm | None = None,
-    **columns: Any,
+    columns: Columns | None = None,
 ) -> Iterator[tuple[int, Raw]]:
     """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by
-    `Columns` with these arguments.
+    its `columns`, which are the usual ones unless they are given.
 
     `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it
     is found out. Raises `JobError`, after all that stands before what can't be read."""
@@ -93,9 +102,7 @@ def read_raw(
     try:
         if kind in TABLES:
             table = TableFile(name, kind, text_form)
-            read = Columns(
-                table.names, name, prompt_column, id_column, text=not table.schema, **columns
-            )
+            read = columns or Columns(table.names, name, text=not table.schema)
             for number, cells, why in table.rows(None if read.keep else read.needed):
                 row = read.row(cells)
                 yield number, row._replace(failure=f"not CSV ({why})") if why else row
@@ -106,12 +113,8 @@ def read_raw(
             for number, raw in lines:
                 if raw.strip():
                     yield number, prompt_line(raw) if kind == "txt" else raw
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError) as e:
-        why = getattr(e, "strerror", None) or e
-        where = f" beyond {'row' if kind in TABLES else 'line'} {number}" if number else ""
-        raise JobError(
-            f"can't read {name}{where} ({why}): mend the file, and run again", 2 - bool(number)
-        ) from e
+    except BROKEN as e:
+        raise cant_read(name, e, kind in TABLES, number) from e
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000039
 _CUTS = re.compile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc, heapq, itertools, json, logging, os, random, sqlite3, sys, time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,65 +19,20 @@ from ..errors import BatchlabError, JobError, Message, Option
 from ..core.hashes import chunk_hashes
 from ..core.params import SETTINGS, SamplingParams
 from ..errors import check_names
-from .formats import Raw, export_records, read_raw
-from batchlab.jobs.journal import (
-    AnswerFile,
-    Ledgerbook,
-    Outbox,
-    StandardOutput,
-    drop_side,
-    has_records,
-    journal_of,
-    no_file,
-    raw_records,
-    recover,
-    restore,
-    settings_file,
-    side_of,
-    check_stamps,
-    sort_records,
-    stamp,
-    stamp_of,
-    without_failures,
-    write_settings,
-)
-from batchlab.jobs.lines import (
-    DEFAULTS,
-    JobLine,
-    ParamsCache,
-    Postprocess,
-    digest_of,
-    guess_form,
-    json_object,
-    parse_line,
-)
+from .formats import BROKEN, Raw, cant_read, export_records, read_raw
+from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, no_file, stamp
+from .journal import check_stamps, stamp_of, write_settings
+from .journal import drop_side, has_records, journal_of, settings_file, side_of
+from .journal import raw_records, recover, restore, sort_records, without_failures
+from .lines import DEFAULTS, JobLine, ParamsCache, Postprocess
+from .lines import digest_of, guess_form, json_object, parse_line
 from .schema import BadRequest, is_setting
 from .pooling import PoolingRequest, TextsGroup
-from batchlab.jobs.runner import (
-    Admitted,
-    LineRunner,
-    ModelNames,
-    Remarks,
-    admit_line,
-    good_order,
-    model_digest,
-)
-from batchlab.jobs.tables import (
-    ANSWER,
-    COLUMNS_REMARK,
-    RECORD,
-    TABLES,
-    AnswerNames,
-    Columns,
-    TableFile,
-    TextForm,
-    check_input,
-    check_output,
-    file_kind,
-    need_parquet,
-    no_talk,
-    settings_remark,
-)
+from .runner import Admitted, LineRunner, ModelNames, Remarks
+from .runner import admit_line, good_order, model_digest
+from .tables import ANSWER, COLUMNS_REMARK, RECORD, TABLES, AnswerNames, Columns
+from .tables import TableFile, TextForm, check_input, check_output, file_kind
+from .tables import need_parquet, no_talk, settings_remark
 
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.api import LLM
@@ -87,7 +42,7 @@ log = logging.getLogger("batchlab")
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = ['log', 'TEXTS', 'BATCH_KEYS', 'INPUT_KINDS', 'JobResult', 'Job', 'JobPlan']
+__all__ = ['log', 'JobResult', 'Job', 'JobPlan']
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #6d4715bc
 def _cached(r: JobResult) -> str:
@@ -231,28 +186,35 @@ class Progress:
         self.bar.close()
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #730fd72f
-def was_cut(record: dict[str, Any]) -> bool:
-    "Whether an answer in `record` ended at its `max_tokens`."
+def tally(r: JobResult, record: dict[str, Any]) -> bool:
+    "Count `record`, which is new, in `r`. Whether it is a failure."
+    error = record["error"]
+    r.failed += error is not None
+    r.answered += error is None
+    r.first_failure = r.first_failure or (error["message"] if error else "")
     body = record if "request_id" in record else (record.get("response") or {}).get("body") or {}
-    return any(
-        c.get("finish_reason") == "length"
-        for c in body.get("choices") or body.get("outputs") or [body]
+    answers = body.get("choices") or body.get("outputs") or [body]
+    r.cut += any(answer.get("finish_reason") == "length" for answer in answers)
+    return error is not None
+
+
+def too_many(most: int) -> JobError:
+    text = (
+        "stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the "
+        "failed again"
     )
+    return JobError(text, 1, most=most, retry=Option("retry_errors", True))
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #730fd72f-1
 class Run:
-    """One run of `job`: lines that `book` has no answer of go in, their records to `outbox`.
-    `llm`: says how many run at a time.
-
-    What runs the lines is a subclass's business: its `steps` yields after each step."""
+    """One run of `job`: lines without an answer in `book` go in, their records to `outbox`. `llm`
+    says how many run at a time; what runs them is a subclass's: its `steps` yields after each step."""
 
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
         self.room = llm.limits.max_num_seqs * (5 if llm.strategy == "continuous" else 16) // 4 + 1
-        self.remarks, self.names = (
-            Remarks(job.warn),
-            ModelNames.of(llm, job.model_name, job.any_model),
-        )
+        self.remarks = Remarks(job.warn)
+        self.names = ModelNames.of(llm, job.model_name, job.any_model)
         self.new_errors = 0  # failures of this run
         self.trouble: JobError | None = None  # what ended the input early
 
@@ -272,10 +234,8 @@ class Run:
         begin: Callable[[JobLine], _T | None],
         outlines: Callable[[list[_T]], list[tuple[list[int], int]]],
     ) -> Iterator[_T]:
-        """Yield what `begin` makes of each line, in a good order, block by block.
-
-        `begin`: gives None for a line that can't run, and settles it. `outlines`: makes a block
-        into rows for `good_order`."""
+        """Yield what `begin` makes of each line, in a good order, block by block; None is a line
+        that can't run and is settled. `outlines`: makes a block into rows for `good_order`."""
         lines = self.lines()
         while block := [*itertools.islice(lines, self.job.look_ahead)]:
             self.outbox.expect(line.number for line in block)
@@ -288,13 +248,7 @@ class Run:
 
     def settle(self, line: JobLine, record: dict[str, Any]) -> None:
         "Count `record`, and keep it."
-        failed = record["error"] is not None
-        self.result.failed += failed
-        if failed and not self.result.first_failure:
-            self.result.first_failure = record["error"]["message"]
-        self.result.answered += not failed
-        self.result.cut += was_cut(record)
-        self.new_errors += failed
+        self.new_errors += tally(self.result, record)
         self.keep(line, stamp(record, self.job.stamp) if self.job.stamp else record)
 
     def keep(self, line: JobLine, record: dict[str, Any]) -> None:
@@ -305,13 +259,7 @@ class Run:
         "Write what is due. Raises `JobError` after too many failures."
         self.outbox.flush()
         if self.job.max_errors is not None and self.new_errors > self.job.max_errors:
-            raise JobError(
-                "stopped: more than {most:,} requests failed; the same again goes on, {retry} "
-                "tries the failed again",
-                1,
-                most=self.job.max_errors,
-                retry=Option("retry_errors", True),
-            )
+            raise too_many(self.job.max_errors)
 
     def steps(self) -> Generator[None, None, None]:
         "Run the lines; yields after each step. Closed early, it leaves nothing running."
@@ -435,7 +383,7 @@ def survey(
 
     `whole`: `rows` are all there are. Raises `JobError` if a line is not what it was when it was
     answered, or gone, unless `force`."""
-    r, trouble = JobResult(0), None
+    r, trouble, book.last = JobResult(0), None, 0
     try:
         for number, raw in rows:
             r.total += 1
@@ -487,32 +435,16 @@ def frozen_heap() -> Iterator[None]:
             gc.unfreeze()
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #b9ce02a6
-TEXTS = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
-BATCH_KEYS = {"custom_id", "method", "url", "body"}  # of a line of the Batch API
-INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
-
-
 @dataclass
-class Job:
-    """Requests from file `input`, answers to file `output`, failures to `error_file` (None:
-    among the answers).
-
-    `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be
-    read again. `prompt_template` makes the prompt of a table's columns, or of a line's own keys;
-    for a table `system` is a template too. Columns that are no `setting_columns` are data,
-    whatever they are called, and those of the input keep their names. `use_tqdm`: None shows a
-    bar on a terminal. `postprocess`: a function of a `RequestOutput` with one answer, whose dict
-    is further columns (any other value is `result`), or a dict of column and function. `embed`:
-    plain prompts are texts, of each of which a vector is wanted, as this `PoolingRequest` says;
-    then an `output` in .npy is an array of them, in input order."""
+class JobInput:
+    """The requests in file `input`. `prompt_template` makes the prompt of a table's columns, or of
+    a line's own keys. Columns that are no `setting_columns` are data, whatever they are called.
+    `embed`: plain prompts are texts, of each of which this is asked."""
 
     # requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line;
     # also .gz, .bz2, .xz
     input: str | Path
-    # answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where
-    # an ended run can not go on
-    output: str | Path | None = None
-    error_file: str | Path | None = None  # failures (default: among the answers)
+    _: KW_ONLY
     sampling_params: dict[str, Any] | None = None  # for what lines leave open
     # of JSONL lines: batch or plain (default: by the first good line); or csv, tsv, parquet or
     # txt, of an input whose name does not say it
@@ -520,45 +452,25 @@ class Job:
     # of a table, or of JSONL with keys of its own (default: prompt)
     prompt_column: str = "prompt"
     id_column: str = "custom_id"  # likewise (default: custom_id)
+    # prompt of a row, with columns in braces: 'Translate to {lang}: {question}'
+    prompt_template: str | None = None
+    # what stands in a template for an empty cell, such as '' (default: the row fails)
+    empty: str | None = None
+    # columns that are settings of their row, such as max_tokens,seed (default: all are data)
+    setting_columns: Sequence[str] = ()
     chat: bool = False  # each plain prompt is a user's message
     # system message before each of those, and before messages; for a table with columns in
     # braces too
     system: str | None = None
-    # answers in the order of the requests, as in tables always (default: as they end)
-    ordered: bool = False
-    limit: int | None = None  # only the first N requests
-    timeout: float | None = None  # seconds for each request, from when it is next in line
-    max_errors: int | None = None  # stop after more failures than this
-    retry_errors: bool = False  # run again what failed before
-    force: bool = False  # go on though model, parameters or input have changed
-    look_ahead: int = 1024  # lines to choose from
-    model_name: str | None = None  # what answers call the model
-    say: Callable[[str], object] = log.info  # called with lines of text about the progress
-    use_tqdm: bool | None = None
-    # prompt of a row, with columns in braces: 'Translate to {lang}: {question}'
-    prompt_template: str | None = None
-    # columns that are settings of their row, such as max_tokens,seed (default: all are data)
-    setting_columns: Sequence[str] = ()
-    # the answer's text in the output (default: text, or answer where the input has a text)
-    output_column: str | None = None
-    keep_journal: bool = False  # leave the folder beside the output there when all is done
-    postprocess: Postprocess | None = None
     embed: PoolingRequest | None = None
+    limit: int | None = None  # only the first N requests
     # between the cells of a CSV, such as ';' or tab (default: found in its header)
     delimiter: str | None = None
     # of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)
     encoding: str | None = None
     quotes: bool = True  # a quote in a CSV or TSV opens a cell
-    # answer lines that ask for another model too (default: they fail)
-    any_model: bool | None = False
-    # what stands in a template for an empty cell, such as '' (default: the row fails)
-    empty: str | None = None
     spell: Callable[[Option], str] = str  # how messages write an option, as in Python or a flag
-    stamp: str = field(default="", init=False, repr=False)  # of the records, while it runs
-    _keyed: Columns | None = field(
-        default=None, init=False, repr=False
-    )  # of JSONL with keys of its own
-    _names: AnswerNames | None = field(default=None, init=False, repr=False)
+    columns: Columns | None = field(default=None, init=False, repr=False)
 
     @property
     def input_kind(self) -> str:
@@ -572,74 +484,109 @@ class Job:
     def line_form(self) -> str:
         return "batch" if self.form == "batch" else "plain"
 
-    def table(self) -> TableFile:
-        return TableFile(self.input, self.input_kind, self.text_form)
-
     @property
     def text_form(self) -> TextForm:
         return TextForm(self.delimiter, self.encoding, self.quotes)
 
-    def columns(self) -> dict[str, Any]:
-        "How the columns of a table are to be read: arguments of `Columns`, {} for another file."
-        keep = (
-            self.output is not None and file_kind(self.output) not in TABLES
-        )  # records of a table get them at the end
-        if not self.from_table:
-            return {}
-        return dict(
-            prompt_template=self.prompt_template,
-            system=self.system,
-            chat=self.chat,
-            setting_columns=self.setting_columns,
-            keep=keep,
-            empty=self.empty,
-            spell=self.spell,
-        )
+    def table(self) -> TableFile:
+        return TableFile(self.input, self.input_kind, self.text_form)
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
-        rows = read_raw(
-            self.input,
-            self.prompt_column,
-            self.id_column,
-            self.input_kind,
-            self.text_form,
-            **self.columns(),
-        )
+        rows = read_raw(self.input, self.input_kind, self.text_form, self.columns)
         return itertools.islice(rows, self.limit)
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        line = parse_line(
-            number, raw, self.line_form, self.chat, self.system, self.embed, self._keyed
-        )
-        if self._names and (name := self._names.clash(line.cells)):
-            line.cells, why = {}, f"{name!r:.60} is a column of the answers, and no key of earlier"
-            line.failure = "invalid_request", f"{why} lines: give another output"
-        return line
+        own = self.line_form, self.chat, self.system, self.embed, self.columns
+        return parse_line(number, raw, *own)
 
-    def input_columns(self) -> list[str]:
-        """The columns of the input that stand beside the answers: a table's, or the keys of all
-        lines but those that are for us."""
-        if self.from_table:
-            own = {"custom_id"} if self.id_column == "custom_id" else set[str]()
-            return [n for n in self.table().names if n not in own]
-        if self.input_kind == "txt":
-            return []
-        known = {"id", "custom_id"} if self.line_form == "plain" else BATCH_KEYS
-        if self._keyed:
-            known = {"custom_id"} if self._keyed.id_column == "custom_id" else set()
-        found: dict[str, None] = {}
-        with suppress(JobError):  # whoever reads it for its requests says it
-            for _, raw in read_raw(self.input, kind=self.input_kind, text_form=self.text_form):
-                with suppress(BadRequest, RecursionError):
-                    d = json_object(raw, strict=False) if isinstance(raw, bytes) else {}
-                    found |= dict.fromkeys(
-                        k
-                        for k, v in d.items()
-                        if k not in known and (self._keyed or not is_setting(k, v))
-                    )
-        return [*found]
+# %% ../../nbs/6_jobs/41_jobs.ipynb #d77e780a
+INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
+BATCH_KEYS = {"custom_id", "method", "url", "body"}  # of a line of the Batch API
+
+
+def check_form(job: JobInput) -> None:
+    "Raise `JobError` for a `form`, `delimiter`, `encoding` or `quotes` that can't be."
+    kind = job.input_kind
+    if job.form not in (None, "batch", "plain", *INPUT_KINDS):
+        raise JobError(
+            f"form {job.form!r} is unknown: expected one of batch, plain, {', '.join(INPUT_KINDS)}"
+        )
+    if job.form not in INPUT_KINDS:
+        check_input(job.input)
+    given = [k for k, v in dict(delimiter=job.delimiter, quotes=not job.quotes).items() if v]
+    if given and kind not in ("csv", "tsv"):
+        raise JobError(f"{given[0]} is for CSV and TSV, and {job.input} is neither")
+    if job.encoding and kind == "parquet":
+        raise JobError(f"encoding is for text, and {job.input} is Parquet")
+    if job.delimiter is not None and (len(job.delimiter) != 1 or job.delimiter in '"\r\n'):
+        raise JobError(
+            "delimiter must be one character that can stand between cells, got "
+            f"{job.delimiter!r:.20}"
+        )
+    try:
+        "".encode(job.encoding or "utf-8")
+    except LookupError:
+        raise JobError(
+            f"encoding {job.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or utf-16"
+        ) from None
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #67b68940
+def keys_of(
+    rows: Iterable[tuple[int, Raw]], ours: Callable[[str, Any], bool] = lambda k, v: False
+) -> list[str]:
+    "The keys of the objects in `rows`, which `read_raw` gave, but those that are `ours`."
+    found: dict[str, None] = {}
+    for _, raw in rows:
+        with suppress(BadRequest, RecursionError):
+            d = json_object(raw, strict=False) if isinstance(raw, bytes) else {}
+            found |= dict.fromkeys(k for k, v in d.items() if not ours(k, v))
+    return [*found]
+
+
+def as_far_as_readable(rows: Iterator[_T]) -> Iterator[_T]:
+    "Those of `rows` that can be read: whoever reads them for their requests says what is wrong."
+    with suppress(JobError):
+        yield from rows
+
+
+def input_columns(job: JobInput) -> list[str]:
+    """The columns of the input that stand beside the answers: a table's, or the keys of all lines
+    but those that are for us."""
+    own = {"custom_id"} if job.id_column == "custom_id" else set[str]()
+    if job.from_table:
+        return [n for n in job.table().names if n not in own]
+    if job.input_kind == "txt":
+        return []
+    known = {"id", "custom_id"} if job.line_form == "plain" else BATCH_KEYS
+    ours = lambda k, v: k in own if job.columns else k in known or is_setting(k, v)
+    return keys_of(as_far_as_readable(read_raw(job.input, job.input_kind, job.text_form)), ours)
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #f5a5cc81
+@dataclass
+class JobOutput(JobInput):
+    """Where the answers of a `JobInput` go: to file `output`, failures to `error_file` (None:
+    among the answers).
+
+    `output` '-' is standard output, where a run that ended can't go on, as nothing of it can be
+    read again; in .npy it is an array of vectors, in input order. `postprocess`: a function of a
+    `RequestOutput` with one answer, whose dict is further columns (any other value is `result`),
+    or a dict of column and function."""
+
+    # answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where
+    # an ended run can not go on
+    output: str | Path | None = None
+    error_file: str | Path | None = None  # failures (default: among the answers)
+    _: KW_ONLY
+    # the answer's text in the output (default: text, or answer where the input has a text)
+    output_column: str | None = None
+    # answers in the order of the requests, as in tables always (default: as they end)
+    ordered: bool = False
+    keep_journal: bool = False  # leave the folder beside the output there when all is done
+    model_name: str | None = None  # what answers call the model
+    postprocess: Postprocess | None = None
+    names_found: AnswerNames | None = field(default=None, init=False, repr=False)
 
     @property
     def to_table(self) -> bool:
@@ -650,316 +597,292 @@ class Job:
         "What the column of an answer is called unless `output_column` says so."
         return "embedding" if self.embed else "text"
 
+    def input_columns(self) -> list[str]:
+        "The columns of the input that stand beside the answers."
+        return input_columns(self)
+
     @property
     def names(self) -> AnswerNames:
-        """What the columns of the answers are called; the same for all of the job. Raises
-        `JobError`."""
-        if self._names is None:
-            given = Option("output_column", self.output_column)
-            if given.value is not None and self.line_form == "batch" and not self.to_table:
-                raise JobError(
-                    "{given} is for plain lines and tables: answers to lines of the Batch API "
-                    "have no column of texts",
-                    given=given,
-                )
-            if given.value is not None and self.output and file_kind(self.output) == "npy":
-                raise JobError("{given} is for files with columns: an array has none", given=given)
-            self._names = AnswerNames(
-                self.input_columns(), self.output_column, self.spell, self.answer_column
-            )
-        return self._names
-
-    def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
-        "Yield each line without an answer in `book`, where its id is entered."
-        return (
-            book.distinct(self.line(number, raw))
-            for number, raw in self.raw()
-            if not book.find(number)
-        )
+        "What the columns of the answers are called; the same for all of the job."
+        if self.names_found is None:
+            given, columns = self.output_column, self.input_columns()
+            self.names_found = AnswerNames(columns, given, self.spell, self.answer_column)
+        return self.names_found
 
     def settings(self) -> dict[str, Any]:
         "What must stay the same from run to run, the model apart."
-        names = (
-            "prompt_column",
-            "chat",
-            "system",
-            "sampling_params",
-            "error_file",
-            "prompt_template",
-        )
-        made = (
-            sorted(self.postprocess)
-            if isinstance(self.postprocess, Mapping)
-            else self.postprocess is not None or None
-        )
-        own = dict(embed=self.embed) if self.embed else {}
-        return json.loads(
-            json.dumps(
-                {k: getattr(self, k) for k in names}
-                | dict(form=self.line_form, postprocess=made)
-                | dict(output_column=self.names.shown.get(self.answer_column))
-                | dict(columns_of_answers=self.names.renamed or None)
-                | own,
-                default=str,
-            )
-        )
+        names, made = self.names, self.postprocess is not None or None
+        same = "prompt_column chat system sampling_params error_file prompt_template"
+        found = {k: getattr(self, k) for k in same.split()} | dict(form=self.line_form)
+        if isinstance(self.postprocess, Mapping):
+            made = sorted(self.postprocess)
+        if self.embed:
+            found |= dict(embed=self.embed)
+        found |= dict(postprocess=made, output_column=names.shown.get(self.answer_column))
+        found |= dict(columns_of_answers=names.renamed or None)
+        return json.loads(json.dumps(found, default=str))
 
-    def _key_columns(self) -> Columns | None:
-        """What the keys of JSONL are for, if the job says so: None, or `Columns` of those in its
-        first lines. Raises `JobError`."""
-        if self.from_table or (
-            self.prompt_column,
-            self.id_column,
-            self.prompt_template,
-            *self.setting_columns,
-        ) == ("prompt", "custom_id", None):
-            return None
-        if self.line_form == "batch" or self.input_kind == "txt":
-            what = "one prompt a line" if self.input_kind == "txt" else "lines of the Batch API"
-            raise JobError(
-                "a prompt template and names of columns are for tables and JSONL with keys of "
-                f"its own, and {self.input} has {what}"
-            )
-        names: dict[str, None] = {}
-        for _, raw in itertools.islice(self.raw(), 100):
-            with suppress(BadRequest):
-                names |= dict.fromkeys(
-                    json_object(raw, strict=False) if isinstance(raw, bytes) else ()
-                )
-        return Columns(
-            [*names],
-            self.input,
-            self.prompt_column,
-            self.id_column,
-            self.prompt_template,
-            self.system,
-            self.chat,
-            self.setting_columns,
-            empty=self.empty,
-            spell=self.spell,
-        )
+    def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
+        "Yield each line without an answer in `book`, where its id is entered."
+        rows = itertools.takewhile(lambda row: row[0] <= book.last, self.raw())  # it may grow
+        return (book.distinct(self.line(*row)) for row in rows if not book.find(row[0]))
 
-    def _check_text_form(self) -> None:
-        "Raise `JobError` for a `delimiter`, `encoding` or `quotes` that can't be."
-        given = [k for k, v in dict(delimiter=self.delimiter, quotes=not self.quotes).items() if v]
-        if given and self.input_kind not in ("csv", "tsv"):
-            raise JobError(f"{given[0]} is for CSV and TSV, and {self.input} is neither")
-        if self.encoding and self.input_kind == "parquet":
-            raise JobError(f"encoding is for text, and {self.input} is Parquet")
-        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
-            raise JobError(
-                "delimiter must be one character that can stand between cells, got "
-                f"{self.delimiter!r:.20}"
-            )
+# %% ../../nbs/6_jobs/41_jobs.ipynb #471dffde
+def columns_of(job: JobOutput) -> Columns | None:
+    """What the columns of a table, or the keys of JSONL in its first lines, are for; None for
+    lines that say so themselves. Raises `JobError`."""
+    own: dict[str, Any] = {}
+    usual = (job.prompt_column, job.prompt_template) == ("prompt", None)
+    if job.from_table:
         try:
-            "".encode(self.encoding or "utf-8")
-        except LookupError:
+            table = job.table()
+        except BROKEN as e:
+            raise cant_read(job.input, e) from e
+        names = table.names
+        if job.embed and usual:
+            known = (n for n in ("prompt", "text", "input") if n in names)
+            job.prompt_column = next(known, "prompt")
+        # records of a table get them at the end
+        own = dict(text=not table.schema, keep=job.output is not None and not job.to_table)
+    elif usual and job.id_column == "custom_id" and not job.setting_columns:
+        return None
+    elif job.line_form == "batch" or job.input_kind == "txt":
+        what = "one prompt a line" if job.input_kind == "txt" else "lines of the Batch API"
+        raise JobError(
+            "a prompt template and names of columns are for tables and JSONL with keys of its "
+            f"own, and {job.input} has {what}"
+        )
+    else:
+        names = keys_of(itertools.islice(job.raw(), 100))
+    return Columns(
+        names,
+        job.input,
+        job.prompt_column,
+        job.id_column,
+        job.prompt_template,
+        job.system,
+        job.chat,
+        job.setting_columns,
+        empty=job.empty,
+        spell=job.spell,
+        **own,
+    )
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #e3d2332c
+def check_fits(job: JobOutput) -> None:
+    "Raise `JobError` if the answers to lines of this form can't be had as `job` wants them."
+    batch, array = job.form == "batch", job.output and file_kind(job.output) == "npy"
+    if array and not (job.embed and not batch):
+        raise JobError(
+            f"{job.output}: an array is for the vectors of plain texts: give .jsonl, .csv or "
+            ".parquet"
+        )
+    given = Option("output_column", job.output_column)
+    if given.value is not None and array:
+        raise JobError("{given} is for files with columns: an array has none", given=given)
+    if given.value is not None and job.output and batch and not job.to_table:
+        raise JobError(
+            "{given} is for plain lines and tables: answers to lines of the Batch API have no "
+            "column of texts",
+            given=given,
+        )
+    if batch and (job.chat or job.system is not None):
+        raise JobError(
+            "{chat} and {system} are for plain prompts: lines of the Batch API carry their "
+            "messages themselves",
+            chat=Option("chat"),
+            system=Option("system"),
+        )
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #436130ff
+def check_job(job: Job) -> None:
+    "Settle what `job` leaves open. Raises `JobError` if it can't be, `ParamError` for a setting."
+    job.names_found = job.columns = None
+    check_names(job.sampling_params or {}, SETTINGS)
+    for name in ("look_ahead", "limit"):
+        if (n := getattr(job, name)) is not None and n < 1:
+            raise JobError(f"{name} must be at least 1, got {n}")
+    check_paths(job.input, job.output, job.error_file, job.retry_errors)
+    check_form(job)
+    plain = job.input_kind == "txt" or job.from_table
+    usual = "plain" if job.embed else "batch"
+    job.form = job.form or ("plain" if plain else guess_form(job.raw(), usual))
+    check_fits(job)
+    job.columns = columns_of(job)
+    if job.system is not None and not (job.chat or job.columns):
+        first = [job.line(*row) for row in itertools.islice(job.raw(), 100)]
+        if first and all(line.messages is None for line in first):
+            raise no_talk("messages")
+    SamplingParams.of(DEFAULTS["plain"] | (job.sampling_params or {}))
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #795f8cd8
+def input_remarks(job: JobOutput) -> Iterator[str]:
+    "What is to be said of the input of `job`, which has been checked, before it runs."
+    columns = job.columns
+    if job.from_table:
+        for remark in job.table().form.remarks:
+            yield remark.said(job.spell)
+    texts = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
+    ours = {*(ANSWER if job.to_table else RECORD)} - (texts if job.embed else set())
+    shown = [f"{k} as {v}" for k, v in job.names.renamed.items() if k in ours]
+    if shown and job.names.columns & ours:
+        yield COLUMNS_REMARK % ", ".join(shown)
+    if job.from_table and not job.embed and columns and columns.alike:
+        yield settings_remark(columns.alike).said(job.spell)
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #c5be60b9
+def take_up(job: Job, stack: ExitStack) -> tuple[Ledgerbook, bool]:
+    """Hold the files of `job` until `stack` closes, and find what earlier runs left in them: as
+    `recover` says it. Raises `JobError`."""
+    if job.output is None:
+        raise JobError("no output: name a file for the answers")
+    for path in (job.output, job.error_file):
+        if path and path != "-":
+            lock(path, stack)
+    if "parquet" in (file_kind(job.output), job.input_kind):
+        need_parquet()
+    own = job.settings(), job.force, job.retry_errors, job.names
+    found = recover(job.output, job.error_file, *own)
+    job.retry_errors = False
+    for remark in input_remarks(job):
+        job.warn(remark)
+    return found
+
+
+def prepare(job: Job, book: Ledgerbook, model: str) -> str:
+    """Make the files of `job` ready to grow: the stamp of its records. `model`: the digest of the
+    one that runs it. Raises `JobError` if other settings or another model began it."""
+    assert job.output is not None
+    side, settings = settings_file(job.output), job.settings() | dict(model=model)
+    now = stamp_of(settings)
+    if not (job.force or side.exists()):
+        check_stamps(book.stamps, now, job.output)
+    write_settings(side, settings, job.force)
+    if book.finished:
+        restore(job.output, job.names)
+    if book.retry:
+        for path in has_records(journal_of(job.output), job.error_file):
+            without_failures(path, book.last, job.names)
+    return now
+
+
+@contextmanager
+def open_outbox(job: Job) -> Iterator[Outbox]:
+    "Give the `Outbox` of `job`, with its files open. Raises `JobError`."
+    with ExitStack() as stack:
+        paths = [journal_of(p) for p in (job.output, job.error_file) if p]
+        made = [StandardOutput() if p == "-" else AnswerFile(p) for p in paths]
+        files = [stack.enter_context(closing(f)) for f in made]
+        yield Outbox(files[0], files[-1], job.ordered, job.names)
+
+
+def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
+    "Run the lines of `job` that have no answer in `book`, with `llm`. Raises `JobError`."
+    job.stamp = "" if job.output == "-" else prepare(job, book, model_digest(llm))
+    progress = Progress(job.result, job.say, job.use_tqdm)
+    with open_outbox(job) as outbox, frozen_heap(), closing(progress):
+        try:
+            job.begin(llm, book, outbox).loop(progress)
+        except sqlite3.Error as e:
             raise JobError(
-                f"encoding {self.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or "
-                "utf-16"
-            ) from None
+                f"can't keep count in the folder for temporary files ({e}): make room, and run again",
+                1,
+            ) from e
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #33bb1023
+def finish(job: Job, unsorted: bool) -> None:
+    "Put the records of `job` in order, and make its output of them, if it is not that already."
+    assert job.output is not None
+    journal, table = journal_of(job.output), file_kind(job.output) in {*TABLES, "npy"}
+    if job.ordered and unsorted:
+        for path in has_records(None if job.output == "-" else journal, job.error_file):
+            sort_records(path, job.names)
+    some = has_records(journal)
+    if journal == str(job.output) or not some and Path(job.output).exists():
+        return
+    if table and some:
+        sort_records(journal, job.names)
+    source = job.table() if table and job.from_table else None
+    records = lambda: ((n, d) for path in some for n, _, d in raw_records(path, job.names))
+    export_records(records, job.output, source, job.names)
+
+
+def leave(job: Job, done: bool) -> None:
+    """Take away what is not needed: what stands beside the output of a `job` that is `done`, or
+    that has no record yet."""
+    if job.output is None or job.output == "-":
+        return
+    some = has_records(job.output, journal_of(job.output), job.error_file)
+    if not some or done and not job.keep_journal:
+        drop_side(job.output)
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #71aec5fd
+@dataclass
+class Job(JobOutput):
+    """Requests from a file, answers to another: a `JobInput`, a `JobOutput`, and how it runs.
+
+    `use_tqdm`: None shows a bar on a terminal. `say` is called with lines of text about the
+    progress."""
+
+    timeout: float | None = None  # seconds for each request, from when it is next in line
+    max_errors: int | None = None  # stop after more failures than this
+    retry_errors: bool = False  # run again what failed before
+    force: bool = False  # go on though model, parameters or input have changed
+    look_ahead: int = 1024  # lines to choose from
+    # answer lines that ask for another model too (default: they fail)
+    any_model: bool | None = False
+    say: Callable[[str], object] = log.info
+    use_tqdm: bool | None = None
+    stamp: str = field(default="", init=False, repr=False)  # of the records, while it runs
 
     def warn(self, text: str) -> None:
         "Say what nobody may miss."
         (log.warning if self.say == log.info else self.say)(text)
 
-    def _remark_input(self) -> None:
-        for remark in self.table().form.remarks if self.from_table else ():
-            self.warn(remark.said(self.spell))
-        ours = {*(ANSWER if self.to_table else RECORD)} - (TEXTS if self.embed else set())
-        shown = [f"{k} as {v}" for k, v in self.names.renamed.items() if k in ours]
-        if shown and self.names.columns & ours:
-            self.warn(COLUMNS_REMARK % ", ".join(shown))
-        if not self.from_table or self.embed:
-            return
-        columns = Columns(
-            self.table().names, self.input, self.prompt_column, self.id_column, **self.columns()
-        ).alike
-        if columns:
-            self.warn(settings_remark(columns).said(self.spell))
-
     def check(self) -> None:
         "Settle what is left open. Raises `JobError` if the job can't be."
-        self._names = None
-        if self.sampling_params:
-            check_names(self.sampling_params, SETTINGS)
-        for name in ("look_ahead", "limit"):
-            if (n := getattr(self, name)) is not None and n < 1:
-                raise JobError(f"{name} must be at least 1, got {n}")
-        check_paths(self.input, self.output, self.error_file, self.retry_errors)
-        if self.form not in (None, "batch", "plain", *INPUT_KINDS):
-            raise JobError(
-                f"form {self.form!r} is unknown: expected one of batch, plain, "
-                f"{', '.join(INPUT_KINDS)}"
-            )
-        if self.form not in INPUT_KINDS:
-            check_input(self.input)
-        self._check_text_form()
-        if self.from_table:
-            names = (
-                self.table().names
-                if self.embed and self.prompt_column == "prompt" and self.prompt_template is None
-                else []
-            )
-            self.prompt_column = next(
-                (n for n in ("prompt", "text", "input") if n in names), self.prompt_column
-            )
-            next(self.raw(), None)  # its columns are there, and have names that can be
-        self.form = self.form or (
-            "plain"
-            if self.input_kind == "txt" or self.from_table
-            else guess_form(self.raw(), "plain" if self.embed else "batch")
-        )
-        if (
-            self.output
-            and file_kind(self.output) == "npy"
-            and not (self.embed and self.form != "batch")
-        ):
-            raise JobError(
-                f"{self.output}: an array is for the vectors of plain texts: give .jsonl, .csv or "
-                ".parquet"
-            )
-        self._keyed = self._key_columns()
-        if self.form == "batch" and (self.chat or self.system is not None):
-            raise JobError(
-                "{chat} and {system} are for plain prompts: lines of the Batch API carry their "
-                "messages themselves",
-                chat=Option("chat"),
-                system=Option("system"),
-            )
-        if self.system is not None and not (self.chat or self.from_table or self._keyed):
-            first = [self.line(number, raw) for number, raw in itertools.islice(self.raw(), 100)]
-            if first and all(line.messages is None for line in first):
-                raise no_talk("messages")
-        SamplingParams.of(DEFAULTS["plain"] | (self.sampling_params or {}))
+        check_job(self)
 
     def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
         "The `JobResult` to begin with, and what ended the reading of the input early."
         return survey(self.raw(), book, self.input, self.force, self.limit is None)
+
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
+        "The `Run` of this job with `llm`; the files of `outbox` are open."
+        return LocalRun(self, llm, book, outbox)
 
     def run(self, llm: LLM | Callable[[], LLM]) -> JobResult:
         """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
 
         `llm`: an `LLM`, or a function that makes one. Raises `JobError`; after it, or
         KeyboardInterrupt, or the death of the process, the same call goes on."""
-        if self.output is None:
-            raise JobError("no output: name a file for the answers")
         self.check()
         with ExitStack() as stack:
-            for path in (self.output, self.error_file):
-                if path and path != "-":
-                    lock(path, stack)
-            if "parquet" in (file_kind(self.output), self.input_kind):
-                need_parquet()
-            book, unsorted = recover(
-                self.output,
-                self.error_file,
-                self.settings(),
-                self.force,
-                self.retry_errors,
-                self.names,
-            )
-            self.retry_errors = False
-            self._remark_input()
-            r, trouble = self.survey(book)
-            self.result, done = r, False
-            if not r.total:
+            book, unsorted = take_up(self, stack)
+            self.result, trouble = self.survey(book)
+            if not self.result.total:
                 self.warn(f"{self.input} has no request in it")
+            done = False
             try:
-                if r.done < r.total:
-                    self._go(llm() if callable(llm) else llm, book)
+                if self.result.done < self.result.total:
+                    run_lines(self, llm() if callable(llm) else llm, book)
                 if trouble:
                     raise trouble
-                self._finish(unsorted)
-                done = r.done == r.total
+                finish(self, unsorted)
+                done = self.result.done == self.result.total
             finally:
-                self._leave(done)
-        return r
-
-    def _finish(self, unsorted: bool) -> None:
-        "Put the records in order, and make the output of them, if it is not that already."
-        assert self.output is not None
-        journal, table = journal_of(self.output), file_kind(self.output) in {*TABLES, "npy"}
-        if self.ordered and unsorted:
-            for path in has_records(None if self.output == "-" else journal, self.error_file):
-                sort_records(path, self.names)
-        some = has_records(journal)
-        if journal == str(self.output) or not some and Path(self.output).exists():
-            return
-        if table and some:
-            sort_records(journal, self.names)
-        source = self.table() if table and self.from_table else None
-        records = lambda: ((n, d) for path in some for n, _, d in raw_records(path, self.names))
-        export_records(records, self.output, source, self.names)
-
-    def _leave(self, done: bool) -> None:
-        """Take away what is not needed: what stands beside the output of a job that is `done`,
-        or that has no record yet."""
-        if self.output is None or self.output == "-":
-            return
-        some = has_records(self.output, journal_of(self.output), self.error_file)
-        if not some or done and not self.keep_journal:
-            drop_side(self.output)
-
-    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
-        "The `Run` of this job with `llm`; the files of `outbox` are open."
-        return LocalRun(self, llm, book, outbox)
-
-    def _go(self, llm: Any, book: Ledgerbook) -> None:
-        assert self.output is not None
-        self.stamp = ""
-        if self.output != "-":
-            settings = self.settings() | dict(model=model_digest(llm))
-            self.stamp = stamp_of(settings)
-            if not (self.force or settings_file(self.output).exists()):
-                check_stamps(book.stamps, self.stamp, self.output)
-            write_settings(settings_file(self.output), settings, self.force)
-            if book.finished:
-                restore(self.output, self.names)
-            if book.retry:
-                for path in has_records(journal_of(self.output), self.error_file):
-                    without_failures(path, book.last, self.names)
-        with ExitStack() as stack:
-            open_file = lambda p: stack.enter_context(
-                closing(StandardOutput() if p == "-" else AnswerFile(p))
-            )
-            files = [
-                open_file("-" if p == "-" else journal_of(p))
-                for p in (self.output, self.error_file)
-                if p
-            ]
-            stack.enter_context(frozen_heap())
-            progress = stack.enter_context(closing(Progress(self.result, self.say, self.use_tqdm)))
-            try:
-                self.begin(llm, book, Outbox(files[0], files[-1], self.ordered, self.names)).loop(
-                    progress
-                )
-            except sqlite3.Error as e:
-                raise JobError(
-                    f"can't keep count in the folder for temporary files ({e}): make room, and "
-                    "run again",
-                    1,
-                ) from e
+                leave(self, done)
+        return self.result
 
     def dry_run(self) -> JobPlan:
         "A `JobPlan` without a model: which lines can't be read. Writes nothing."
         self.check()
-        names = ModelNames([self.model_name], any_model=self.any_model) if self.model_name else None
-        return plan_without_model(self.lines(Ledgerbook()), self.sampling_params, names)
+        return plan_without_model(self)
 
     def plan(self, llm: LLM, calibrate: bool = True) -> JobPlan:
-        """The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes
-        nothing."""
+        "The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes nothing."
         self.check()
-        lines = self.lines(Ledgerbook())
-        return plan_with_model(
-            lines,
-            llm,
-            self.sampling_params,
-            self.look_ahead,
-            calibrate,
-            ModelNames.of(llm, self.model_name, self.any_model),
-        )
+        return plan_with_model(self, llm, calibrate)
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #91e16194
 @dataclass
@@ -994,97 +917,94 @@ class JobPlan:
     def output_rate(self) -> float | None:
         return self.output_rates and self.output_rates[0]
 
-    def _seconds(self, fast: bool) -> tuple[float, float] | None:
+    def add(self, group: RequestGroup) -> None:
+        "Count a request."
+        rs = group.requests
+        self.requests += 1
+        self.prompt_tokens += sum(len(r.prompt_ids) for r in rs)
+        self.max_output_tokens += sum(r.max_tokens for r in rs)
+        self.longest = max(self.longest, *(r.max_len for r in rs))
+
+    def seconds_by(self, fast: bool) -> tuple[float, float] | None:
         "To read and to write, by the `fast` rates or by the slow ones; None if no rate is known."
         if not self.prompt_rates or self.max_output_tokens and not self.output_rates:
             return None
-        return (
-            (self.prompt_tokens - self.shared_tokens) / self.prompt_rates[fast],
-            self.max_output_tokens / self.output_rates[fast] if self.output_rates else 0.0,
-        )
+        reading = (self.prompt_tokens - self.shared_tokens) / self.prompt_rates[fast]
+        return reading, self.max_output_tokens / self.output_rates[fast] if self.output_rates else 0
 
     @property
     def least_seconds(self) -> float | None:
         "About what it takes if every answer ends with its first token; None if no rate is known."
-        return found[0] if (found := self._seconds(True)) else None
+        return found[0] if (found := self.seconds_by(True)) else None
 
     @property
     def seconds(self) -> float | None:
         """About what it takes if every answer takes all its tokens, by the slower rates, and a
         quarter more; None if no rate is known."""
-        return 1.25 * sum(found) if (found := self._seconds(False)) else None
-
-    def fail(self, line: JobLine) -> None:
-        "Count a `line` that can't run; the first ten are kept."
-        self.failed += 1
-        if line.failure and len(self.failures) < 10:
-            self.failures.append(f"{line.where}: {line.failure[1]}")
-
-    def add(self, group: RequestGroup, shared: int) -> None:
-        "Count a request, of whose prompts `shared` tokens are computed by then."
-        rs = group.requests
-        self.requests += 1
-        self.prompt_tokens += sum(len(r.prompt_ids) for r in rs)
-        self.shared_tokens += shared
-        self.max_output_tokens += sum(r.max_tokens for r in rs)
-        self.longest = max(self.longest, *(r.max_len for r in rs))
+        return 1.25 * sum(found) if (found := self.seconds_by(False)) else None
 
     def __str__(self) -> str:
         return self.said()
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The plan in lines, each `Option` in them as `spell` writes it."
-        return "\n".join(
-            [*self._counted(), *self._timed(), *(f"faster: {m.said(spell)}" for m in self.advice)]
-        )
+        advice = (f"faster: {m.said(spell)}" for m in self.advice)
+        return "\n".join([*counted(self), *timed(self), *advice])
 
-    def _counted(self) -> list[str]:
-        more = f"; {self.failed:,} more can not run" if self.failed else ""
-        lines = [f"{number_of(self.requests, 'request')}{more}", *(f"  {f}" for f in self.failures)]
-        if self.ignored:
-            lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
-        if self.prompt_tokens:
-            lines += [
-                f"tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are "
-                f"shared prefixes; at most {self.max_output_tokens:,} to generate; the longest "
-                f"request {self.longest:,}"
-            ]
-        if m := self.memory:
-            mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), self.limits
-            lines += [
-                f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
-                f"{mb(m.kv_limit_bytes)}, in {number_of(m.slots, 'slot')}",
-                f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
-                f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
-            ]
-        elif self.requests:
-            lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
-        return lines
-
-    def _timed(self) -> list[str]:
-        slow = self._seconds(False)
-        if not self.prompt_rates or not slow or self.least_seconds is None:
-            return []
-        between = lambda rates: (
-            f"{rates[0]:,.0f}"
-            if f"{rates[0]:,.0f}" == f"{rates[1]:,.0f}"
-            else f"{rates[0]:,.0f} to {rates[1]:,.0f}"
-        )
-        written = f" and {between(self.output_rates)} output tokens" if self.output_rates else ""
-        least, most = duration(self.least_seconds), duration(self.seconds)
-        lines = [
-            f"speed: {between(self.prompt_rates)} prompt tokens{written} a second, tried on "
-            f"{number_of(self.tried, 'request')}",
-            "time: "
-            f"{least if least == most else f'{least} to {most}'}{', by how early the answers end' * bool(written)}; "
-            "longer if the machine has other work",
+# %% ../../nbs/6_jobs/41_jobs.ipynb #8b63c2b6
+def counted(p: JobPlan) -> list[str]:
+    "What `p` has counted, in lines."
+    more = f"; {p.failed:,} more can not run" if p.failed else ""
+    lines = [f"{number_of(p.requests, 'request')}{more}", *(f"  {f}" for f in p.failures)]
+    if p.ignored:
+        lines += [f"keys without meaning here, ignored: {', '.join(sorted(p.ignored)[:50])}"]
+    if p.prompt_tokens:
+        lines += [
+            f"tokens: {p.prompt_tokens:,} in prompts, of which {p.shared_tokens:,} are shared "
+            f"prefixes; at most {p.max_output_tokens:,} to generate; the longest request "
+            f"{p.longest:,}"
         ]
-        if written:
-            lines += [
-                f"cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} "
-                "for answers, if each takes all its tokens"
-            ]
-        return lines
+    if m := p.memory:
+        mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), p.limits
+        lines += [
+            f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
+            f"{mb(m.kv_limit_bytes)}, in {number_of(m.slots, 'slot')}",
+            f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
+            f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
+        ]
+    elif p.requests:
+        lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
+    return lines
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #c8e6c7db
+def between(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
+def timed(p: JobPlan) -> list[str]:
+    "The speed that `p` has found and the time that it takes, in lines; [] if nothing was tried."
+    slow = p.seconds_by(False)
+    if not p.prompt_rates or not slow:
+        return []
+    read, *wrote = (
+        between(*(f"{r:,.0f}" for r in rates))
+        for rates in (p.prompt_rates, p.output_rates)
+        if rates
+    )
+    written = f" and {wrote[0]} output tokens" if wrote else ""
+    early = ", by how early the answers end" if wrote else ""
+    tried = number_of(p.tried, "request")
+    time = between(duration(p.least_seconds), duration(p.seconds))
+    lines = [
+        f"speed: {read} prompt tokens{written} a second, tried on {tried}",
+        f"time: {time}{early}; longer if the machine has other work",
+    ]
+    if wrote:
+        lines += [
+            f"cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} for "
+            "answers, if each takes all its tokens"
+        ]
+    return lines
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #4041a8bf
 def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
@@ -1096,24 +1016,35 @@ def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
     return n * size
 
 
-def plan_without_model(
-    lines: Iterable[JobLine], given: dict[str, Any] | None = None, names: ModelNames | None = None
-) -> JobPlan:
-    """A `JobPlan` of which `lines` can't be read; `given`: sampling parameters for what they
-    leave open. `names`: of models that they may ask for."""
-    p, params = JobPlan(), ParamsCache(given)
-    for line in lines:
+def noted(p: JobPlan, job: Job, names: ModelNames | None) -> Iterator[JobLine]:
+    "Yield the lines of `job`, with a failure for a model that is not among `names`."
+    for line in job.lines(Ledgerbook()):
         if not line.cells:
             p.ignored.update(line.ignored)
         if names:
             names.check(line)
+        yield line
+
+
+def fail(p: JobPlan, line: JobLine) -> None:
+    "Count a `line` that can't run; the first ten are kept."
+    p.failed += 1
+    if line.failure and len(p.failures) < 10:
+        p.failures.append(f"{line.where}: {line.failure[1]}")
+
+
+def plan_without_model(job: Job) -> JobPlan:
+    "A `JobPlan` of which lines of `job` can't be read."
+    p, params = JobPlan(), ParamsCache(job.sampling_params)
+    names = ModelNames([job.model_name], any_model=job.any_model) if job.model_name else None
+    for line in noted(p, job, names):
         if not line.failure and not line.pooling:
             try:
                 params.of(line)
             except (BadRequest, BatchlabError) as e:
                 line.failure = "invalid_request", str(e)
         if line.failure:
-            p.fail(line)
+            fail(p, line)
         else:
             p.requests += 1
     return p
@@ -1191,75 +1122,66 @@ def reading_rates(
     return (min(found), max(found)), n
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #84b2587e-2
-def plan_with_model(
-    lines: Iterable[JobLine],
-    llm: LLM,
-    given: dict[str, Any] | None = None,
-    look_ahead: int = 1024,
-    calibrate: bool = True,
-    names: ModelNames | None = None,
-) -> JobPlan:
-    """The `JobPlan` of `lines` with `llm`, in blocks of `look_ahead`; `calibrate` tries some
-    requests for a few tokens. `names`: as for `Run`."""
-    p, seen, longest, some, most = (
-        JobPlan(limits=llm.limits),
-        set(),
-        [],
-        [],
-        llm.limits.max_num_seqs,
-    )
-    rng, params, alike, reused = (
-        random.Random(0),
-        ParamsCache(given),
-        0,
-        llm.enable_prefix_caching and llm.strategy == "continuous",
-    )
-    for i, line in enumerate(lines):
-        if i % look_ahead == 0:
+Params = SamplingParams | Any  # or `PoolingParams`, of a model that writes nothing
+
+
+class PromptSample:
+    "Of the prompts it is given the longest `most`, and `most` at random: pairs of ids and params."
+
+    def __init__(self, most: int) -> None:
+        self.most, self.n, self.rng = most, 0, random.Random(0)
+        self.longest: list[tuple[int, int, list[int], Params]] = []  # a heap
+        self.some: list[tuple[list[int], Params]] = []
+
+    def add(self, length: int, ids: list[int], params: Params) -> None:
+        "Take the prompt `ids` of a request of `length` tokens in all."
+        push = heapq.heappush if len(self.longest) < self.most else heapq.heappushpop
+        push(self.longest, (length, self.n, ids, params))
+        at = self.n if self.n < self.most else self.rng.randrange(self.n + 1)
+        if at < self.most:
+            self.some[at : at + 1] = [(ids, params)]
+        self.n += 1
+
+
+def prompts_of(group: RequestGroup) -> list[tuple[int, list[int], Params]]:
+    "`(tokens in all, ids, params)` of each prompt of `group`."
+    rs = group.requests
+    if isinstance(group, TextsGroup):
+        return [(r.max_len, r.prompt_ids, part.pooling) for r, part in zip(rs, group.parts)]
+    return [(rs[0].max_len, rs[0].prompt_ids, SamplingParams(max_tokens=rs[0].max_tokens))]
+
+# %% ../../nbs/6_jobs/41_jobs.ipynb #bd3c860d
+def plan_with_model(job: Job, llm: LLM, calibrate: bool = True) -> JobPlan:
+    """The `JobPlan` of `job` with `llm`, block by block; `calibrate` tries some requests for a few
+    tokens."""
+    p, sample = JobPlan(limits=llm.limits), PromptSample(llm.limits.max_num_seqs)
+    params, seen, alike = ParamsCache(job.sampling_params), set[Any](), 0
+    names = ModelNames.of(llm, job.model_name, job.any_model)
+    for i, line in enumerate(noted(p, job, names)):
+        if i % job.look_ahead == 0:
             seen.clear()
-        if not line.cells:
-            p.ignored.update(line.ignored)
-        if names:
-            names.check(line)
         group = None if line.failure else admit_line(llm, line, params, first=not p.requests)
         if not group:
-            p.fail(line)
+            fail(p, line)
             continue
-        rs, texts = (
-            (group.requests, group.parts)
-            if isinstance(group, TextsGroup)
-            else (group.requests[:1], [])
-        )
-        shared = sum(sharing(seen, r.prompt_ids) for r in rs) if llm.causal else 0
-        if not texts:
-            shared += (len(group.requests) - 1) * (
-                len(group.prompt_token_ids or []) - 1
-            )  # further answers to one prompt
-        alike += shared
-        p.add(group, shared if reused else 0)
-        for k, r in enumerate(rs):
-            push = heapq.heappush if len(longest) < most else heapq.heappushpop
-            push(
-                longest,
-                (
-                    r.max_len,
-                    (i, k),
-                    r.prompt_ids,
-                    texts[k].pooling if texts else SamplingParams(max_tokens=r.max_tokens),
-                ),
-            )
-            if len(some) < most:
-                some.append((r.prompt_ids, texts[k].pooling if texts else None))
-            elif (at := rng.randrange(p.requests)) < most:
-                some[at] = r.prompt_ids, texts[k].pooling if texts else None
+        prompts = prompts_of(group)
+        if llm.causal:  # further answers to one prompt share it
+            again = len(group.requests) - len(prompts)
+            alike += again * (len(prompts[0][1]) - 1)
+            alike += sum(sharing(seen, ids) for _, ids, _ in prompts)
+        p.add(group)
+        for prompt in prompts:
+            sample.add(*prompt)
     if not p.requests:
         return p
-    p.memory = llm.plan([ids for *_, ids, _ in longest], [x for *_, x in longest])
-    text = [ids for ids, pooling in some if pooling is None]
+    if llm.enable_prefix_caching and llm.strategy == "continuous":
+        p.shared_tokens = alike
+    p.memory = llm.plan([ids for *_, ids, _ in sample.longest], [x for *_, x in sample.longest])
+    text = [ids for ids, x in sample.some if isinstance(x, SamplingParams)]
     if calibrate and text:
         p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
     elif calibrate:
-        p.prompt_rates, p.tried = reading_rates(llm, some)
+        p.prompt_rates, p.tried = reading_rates(llm, sample.some)
     from batchlab.jobs.advice import advise, try_int8
 
     p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = []
 
 # %% ../../nbs/6_jobs/journal.ipynb #jb000013
-import errno, hashlib, itertools, json, math, os, re, sqlite3, time
+import errno, hashlib, itertools, json, math, os, re, sqlite3, sys, time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
@@ -111,11 +111,14 @@ Found = tuple[int, str, dict[str, Any]]  # line number, digest, record
 
 def key_of(d: Any) -> re.Match[str] | None:
     "The number, the digest and perhaps the stamp in the id of record `d`, or None."
-    return (
-        KEY.fullmatch(str(d.get("request_id", d.get("id"))))
-        if isinstance(d, dict) and "error" in d
-        else None
-    )
+    if isinstance(d, dict) and "error" in d:
+        return KEY.fullmatch(str(d.get("request_id", d.get("id"))))
+
+
+def found_of(d: Any) -> Found | None:
+    "`(line number, digest, record)` of record `d`, or None if it is none."
+    key = key_of(d)
+    return (int(key[1]), key[2], d) if key else None
 
 
 def read_record(raw: bytes, names: AnswerNames = UNNAMED) -> Found | None:
@@ -125,9 +128,7 @@ def read_record(raw: bytes, names: AnswerNames = UNNAMED) -> Found | None:
         d = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    d = names.read(d) if isinstance(d, dict) else d
-    key = key_of(d)
-    return (int(key[1]), key[2], d) if key else None
+    return found_of(names.read(d) if isinstance(d, dict) else d)
 
 
 def recover_answers(
@@ -144,9 +145,8 @@ def recover_answers(
     with path.open("rb") as f:
         for number, raw in read_lines(f):
             found = read_record(raw, names)
-            ours = ours or bool(
-                found and (key := key_of(found[2])) and key[3]
-            )  # it says itself how it was made
+            key = found and key_of(found[2])
+            ours = ours or bool(key and key[3])  # it says itself how it was made
             if bad or not (ours or found):
                 raise JobError(
                     f"{path}, line {bad or number} is no answer of a job",
@@ -176,7 +176,7 @@ class Ledgerbook:
         self.db, self.size, self.failed = sqlite3.connect("", isolation_level=None), 0, 0
         self.stamps: set[str | None] = set()
         self.finished: Path | None = None
-        self.retry, self.last = False, 0
+        self.retry, self.last = False, sys.maxsize
         self.db.executescript("""pragma journal_mode=off; pragma synchronous=off;
             create table lines(number integer primary key, digest text, failed integer);
             create table ids(id blob primary key, number integer) without rowid; begin""")
@@ -243,18 +243,14 @@ PARTS = (
 def stamp_of(settings: dict[str, Any]) -> str:
     """12 hex digits that change with the `settings` of a job, four for each of `PARTS`; without
     a model four dots there."""
-    own = {
-        k: v
-        for k, v in settings.items()
-        if k not in ("sampling_params", "model", "ordered") and v not in (None, False)
-    }
-    four = lambda v: hashlib.blake2b(
-        json.dumps(v, sort_keys=True, default=str).encode(), digest_size=2
-    ).hexdigest()
-    return "".join(
-        "...." if v is None else four(v)
-        for v in (settings.get("sampling_params") or {}, settings.get("model"), own)
-    )
+    apart = "sampling_params", "model", "ordered"
+    own = {k: v for k, v in settings.items() if k not in apart and v not in (None, False)}
+    digits = ""
+    for part in (settings.get("sampling_params") or {}, settings.get("model"), own):
+        text = json.dumps(part, sort_keys=True, default=str)
+        four = hashlib.blake2b(text.encode(), digest_size=2).hexdigest()
+        digits += "...." if part is None else four
+    return digits
 
 
 def stamp(record: dict[str, Any], stamp: str) -> dict[str, Any]:
@@ -268,19 +264,12 @@ def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
     known = [s for s in stamps if s]
     if not known or any(re.fullmatch(now, s) for s in known):
         return
-    what = next(
-        (
-            part
-            for i, part in enumerate(PARTS)
-            if not re.fullmatch(now[4 * i : 4 * i + 4], known[0][4 * i : 4 * i + 4])
-        ),
-        "",
-    )
+    fours = ((now[i : i + 4], known[0][i : i + 4]) for i in (0, 4, 8))
     raise JobError(
         "{where} was made with other {what} than this",
         advice="give another output, or {force}, which mixes the two",
         where=where,
-        what=what,
+        what=next(part for part, pair in zip(PARTS, fours) if not re.fullmatch(*pair)),
         force=Option("force", True),
     )
 
@@ -294,30 +283,21 @@ def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> No
         return
     except (ValueError, KeyError, TypeError):
         then = {}  # a power cut; to ask is safer than to guess
-    changed = [k for k in now if then.get(k) != now[k] or not then]
-    if then and (called := [k for k in changed if k in ("output_column", "columns_of_answers")]):
-        raise JobError(
-            "{job} was begun with {what} {was}, and it is {now!r} now",
-            advice="give another output, or the names that it was begun with",
-            job="this job",
-            what=called[0].replace("_", " "),
-            was=repr(then.get(called[0])),
-            now=now[called[0]],
-        )
-    if changed and not force:
-        was, k = (
-            ("nothing that can be read" if not then else repr(then.get(changed[0]))),
-            changed[0].replace("_", " "),
-        )
-        raise JobError(
-            "{job} was begun with {what} {was}, and it is {now!r} now",
-            advice="give another output, or {force}, which mixes the two",
-            job="this job",
-            what=k,
-            was=was,
-            now=now[changed[0]],
-            force=Option("force", True),
-        )
+    changed = [k for k in now if not then or then.get(k) != now[k]]
+    fixed = [k for k in changed if then and k in ("output_column", "columns_of_answers")]
+    if not fixed and (force or not changed):
+        return
+    k = (fixed or changed)[0]
+    way = "the names that it was begun with" if fixed else "{force}, which mixes the two"
+    raise JobError(
+        "{job} was begun with {what} {was}, and it is {now!r} now",
+        advice=f"give another output, or {way}",
+        job="this job",
+        what=k.replace("_", " "),
+        was=repr(then.get(k)) if then else "nothing that can be read",
+        now=now[k],
+        force=Option("force", True),
+    )
 
 # %% ../../nbs/6_jobs/journal.ipynb #88c8f899-2
 def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
@@ -365,7 +345,7 @@ def drop_side(output: str | Path) -> None:
     for path in (side_of(output) / "answers.jsonl", settings_file(output), *left):
         path.unlink(missing_ok=True)
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #02d011a7
 def raw_records(
     path: str | Path, names: AnswerNames = UNNAMED
 ) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
@@ -419,27 +399,17 @@ def sort_records(path: str | Path, names: AnswerNames = UNNAMED) -> None:
         raise JobError(f"can't put {path} in order ({e}): make room, and run again", 1) from e
 
 # %% ../../nbs/6_jobs/journal.ipynb #be8c69b5
-def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[dict[str, Any]]:
-    """Yield the records that `output` was made of, a table or a packed file, whose own columns
-    are `called` so. Raises `JobError` if a job did not make it."""
-    foreign = JobError(
-        "{output} is there already",
-        advice="give another output, or {force}",
-        output=output,
-        force=Option("force", True),
-    )
-    if file_kind(output) == "npy":
-        raise foreign
-    if file_kind(output) not in TABLES:
-        try:
-            yield from map(called.read, records_of(output))
-        except (OSError, EOFError, ValueError) as e:
-            raise foreign from e
-        return
+def taken(output: str | Path) -> JobError:
+    text, advice = "{output} is there already", "give another output, or {force}"
+    return JobError(text, advice=advice, output=output, force=Option("force", True))
+
+
+def table_records(output: str | Path, called: AnswerNames) -> Iterator[dict[str, Any]]:
+    "Yield the records that the table `output` was made of, whose own columns are `called` so."
     table = TableFile(output)
     own = {n: called.ours(n) for n in table.names if n not in called.columns}
     if not {*ANSWER} <= {*own.values()}:
-        raise foreign
+        raise taken(output)
     key = "request_id" if "request_id" in own.values() else "id"
     alone = key == "id" or "line" in own.values()  # no table has the cells
     found = table.rows(None if alone else own)
@@ -450,14 +420,29 @@ def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Itera
     of_record = lambda row: next((v for k, v in row.items() if own.get(k) == key), None)
     for name, some in itertools.groupby(rows, of_record):
         if not KEY.fullmatch(str(name)):
-            raise foreign
+            raise taken(output)
         yield record_of_rows([*some], own, text=not table.schema)
+
+
+def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[Found]:
+    """Yield what `output` was made of, a table or a packed file, as `read_record` does. Raises
+    `JobError` if a job did not make it."""
+    if file_kind(output) == "npy":
+        raise taken(output)
+    packed = lambda: map(called.read, records_of(output))
+    try:
+        for d in table_records(output, called) if file_kind(output) in TABLES else packed():
+            if not (found := found_of(d)):
+                raise taken(output)
+            yield found
+    except (OSError, EOFError, ValueError) as e:
+        raise taken(output) from e
 
 
 def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:
     "Make the journal of the finished `output` again, to go on from there. Raises `JobError`."
     records = finished_records(output, names)
-    replace_file(journal_of(output), (as_json(names.written(d)) for d in records))
+    replace_file(journal_of(output), (as_json(names.written(d)) for *_, d in records))
 
 # %% ../../nbs/6_jobs/journal.ipynb #be8c69b5-1
 def recover(
@@ -476,18 +461,11 @@ def recover(
     book, side, journal, unsorted = Ledgerbook(), settings_file(output), journal_of(output), False
     if output == "-":
         return book, unsorted
-    there, found = has_records(journal, error_file), None
+    there = has_records(journal, error_file)
     if journal != str(output) and Path(output).exists() and not Path(journal).exists():
         try:
-            for record in finished_records(output, names):
-                if not (key := key_of(record)):
-                    raise JobError(
-                        "{output} is there already",
-                        advice="give another output, or {force}",
-                        output=output,
-                        force=Option("force", True),
-                    )
-                book.note(int(key[1]), key[2], record)
+            for found in finished_records(output, names):
+                book.note(*found)
             book.finished = Path(output)
         except JobError:
             if not force:

@@ -57,16 +57,6 @@ def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
     return [i for g in sorted(groups.values(), key=lambda g: size(g[0])) for i in g]
 
 # %% ../../nbs/6_jobs/runner.ipynb #a217a0f5
-def _admitted(line: JobLine, group: RequestGroup) -> RequestGroup | None:
-    "`group` if it can run, else None, and `line.failure` says why."
-    if group.error is None:
-        return group
-    line.failure = (
-        "context_length_exceeded" if group.reason == "too_long" else "invalid_request",
-        group.error,
-    )
-
-
 def admit_line(
     llm: LLM,
     line: JobLine,
@@ -87,18 +77,23 @@ def admit_line(
     try:
         if line.pooling:
             line.pooling.adapter = line.adapter or adapter_named(llm, line.model)
-            return _admitted(line, line.pooling.as_group(llm, line.key, on_event, line.number))
-        group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
-        prompt, own = line.conversation if chat else line.prompt, params.of(line)
-        if line.tools or any("tool_calls" in m for m in line.messages or ()):
-            line.tool_format = params.format(llm.tokenizer, line.chat_options.get("chat_template"))
-            prompt = conversation_with(
-                line.tool_format, line.tools, dict(messages=line.messages, **line.chat_options)
-            )
+            group = line.pooling.as_group(llm, line.key, on_event, line.number)
+        else:
+            group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
+            prompt, own = line.conversation if chat else line.prompt, params.of(line)
+            if line.tools or any("tool_calls" in m for m in line.messages or ()):
+                template = line.chat_options.get("chat_template")
+                line.tool_format = params.format(llm.tokenizer, template)
+                talk = dict(messages=line.messages, **line.chat_options)
+                prompt = conversation_with(line.tool_format, line.tools, talk)
             if line.tools:
                 own = tool_params(own, line.tool_format, line.tools)
-        settings = Settings(own, adapter=line.adapter or adapter_named(llm, line.model))
-        return _admitted(line, admit(llm, group, read_prompt(prompt, settings, chat)))
+            settings = Settings(own, adapter=line.adapter or adapter_named(llm, line.model))
+            group = admit(llm, group, read_prompt(prompt, settings, chat))
+        if group.error is None:
+            return group
+        too_long = group.reason == "too_long"
+        line.failure = "context_length_exceeded" if too_long else "invalid_request", group.error
     except (BadRequest, BatchlabError) as e:
         if first and isinstance(e, ModelError):
             raise JobError(str(e), 1) from e
@@ -146,7 +141,7 @@ class Remarks:
                 f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}"
             )
 
-
+# %% ../../nbs/6_jobs/runner.ipynb #3280ccf4
 @dataclass
 class ModelNames:
     """Which model a line may ask for: the one that answers, by any of `names`, or one of
@@ -163,10 +158,7 @@ class ModelNames:
     def of(cls, llm: Any, name: str | None, any_model: bool | None = False) -> ModelNames:
         """Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises
         `JobError`."""
-        own, adapters = (
-            getattr(llm, "model", None),
-            adapter_names(llm),
-        )  # a worker's model is elsewhere
+        own, adapters = getattr(llm, "model", None), adapter_names(llm)  # a worker's is elsewhere
         names = [n for n in (name, own is not None and name_of(own)) if n]
         if twice := {*names[:1]} & {*adapters}:
             raise JobError(
@@ -178,25 +170,21 @@ class ModelNames:
     def check(self, line: JobLine) -> None:
         "Let `line` fail if it asks for a model that is not here."
         known = {*self.names, *(name.rpartition("/")[2] for name in self.names), *self.adapters}
-        if (
-            line.failure
-            or line.model is None
-            or line.model in known
-            or self.any_model
-            and not self.adapters
-        ):
+        free = self.any_model and not self.adapters
+        if line.failure or line.model is None or line.model in known or free:
             return
-        here = f"{self.names[0]} answers" + (
-            f", and its adapters {', '.join(sorted(self.adapters))}" if self.adapters else ""
-        )
-        way = (
-            ""
-            if self.adapters or self.any_model is None
-            else "; any_model (--any-model) lets it answer for all names"
-        )
-        line.failure = "model_not_found", f"there is no model {line.model!r:.60} here: {here}{way}"
+        here = f"{self.names[0]} answers"
+        if self.adapters:
+            here += f", and its adapters {', '.join(sorted(self.adapters))}"
+        elif self.any_model is not None:
+            here += "; any_model (--any-model) lets it answer for all names"
+        line.failure = "model_not_found", f"there is no model {line.model!r:.60} here: {here}"
 
 # %% ../../nbs/6_jobs/runner.ipynb #91b0aa18
+Admitted = tuple[JobLine, "RequestGroup"]
+Settle = Callable[[JobLine, dict[str, Any]], object]
+
+
 def name_of(model: Any) -> str:
     "What to call `model`: its name, or that of its folder without the path, else its class."
     from batchlab.models.fetch import short_name  # not for a dry run, which needs no torch
@@ -205,25 +193,13 @@ def name_of(model: Any) -> str:
     return (short_name(name) if os.path.exists(name) else name) or type(model).__name__
 
 # %% ../../nbs/6_jobs/runner.ipynb #91b0aa18-1
-Admitted = tuple[JobLine, "RequestGroup"]
-
-
 class LineRunner:
-    """Runs lines on `llm` as `job` says, and hands their records to `settle(line, record)`.
-    `result` counts the tokens."""
+    "Runs lines on `llm` as `job` says; their records go to `settle`, tokens are counted in `result`."
 
-    def __init__(
-        self,
-        job: Job,
-        llm: LLM,
-        result: JobResult,
-        settle: Callable[[JobLine, dict[str, Any]], object],
-    ) -> None:
+    def __init__(self, job: Job, llm: LLM, result: JobResult, settle: Settle) -> None:
         self.job, self.llm, self.result, self.settle = job, llm, result, settle
-        self.model, self.params = (
-            job.model_name or name_of(llm.model),
-            ParamsCache(job.sampling_params),
-        )
+        self.model = job.model_name or name_of(llm.model)
+        self.params = ParamsCache(job.sampling_params)
         self.live: dict[str, JobLine] = {}  # lines in the engine
         self.again: deque[JobLine] = deque()  # lines to try alone
         self.ended: deque[RequestOutput] = deque()
@@ -232,11 +208,9 @@ class LineRunner:
 
     def admit(self, line: JobLine) -> Admitted | None:
         "`line` and its request; None, with the line settled, if it can't run."
-        group = (
-            None
-            if line.failure
-            else admit_line(self.llm, line, self.params, self.on_event, self.first)
-        )
+        group = None
+        if not line.failure:
+            group = admit_line(self.llm, line, self.params, self.on_event, self.first)
         if group:
             self.first = False
         if line.failure:
@@ -264,14 +238,8 @@ class LineRunner:
             out = self.ended.popleft()
             line = self.live.pop(out.request_id)
             line.output = out
-            record = record_of(
-                line,
-                out,
-                self.model,
-                line.timeout or self.job.timeout,
-                line.key in self.retried,
-                self.job.postprocess,
-            )
+            limit, again = line.timeout or self.job.timeout, line.key in self.retried
+            record = record_of(line, out, self.model, limit, again, self.job.postprocess)
             if record is None:
                 self.retried.add(line.key)
                 self.again.append(line)

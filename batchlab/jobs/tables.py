@@ -606,11 +606,6 @@ class AnswerNames:
         base = name.removesuffix("_result")
         return self.back.get(name) or (base if base in self.back else name)
 
-    def clash(self, cells: Collection[str]) -> str | None:
-        "That name among the `cells` of a line which an answer has too, if it is none of `columns`."
-        taken = (n for n in cells if n in OURS or n in self.back)
-        return next((n for n in taken if n not in self.columns), None)
-
     def written(self, record: dict[str, Any]) -> dict[str, Any]:
         "`record` as it stands in a file."
         found: dict[str, Any] = {}
