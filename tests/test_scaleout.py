@@ -40,6 +40,11 @@ def write(path, rows):
     )
 
 
+def job_in(folder, **kw):
+    "A job for the requests of `in.jsonl` in `folder`, whose answers are in `out.jsonl`."
+    return RayJob(folder / "in.jsonl", folder / "out.jsonl", **kw)
+
+
 def by_id(path):
     "Records by the line that they answer, each once, without what a clock or a cache puts in."
     found = {}
@@ -53,12 +58,22 @@ def by_id(path):
 
 def mixed(n):
     "Requests, and among them a line that is not JSON, an id twice, a prompt that is too long and a bad parameter."
-    return [ask(i) for i in range(n)] + [
-        b'{"custom_id": "torn',
-        ask(3),
-        ask(n, prompt="x" * 9000),
-        ask(n + 1, top_p=7),
-    ]
+    bad = b'{"custom_id": "torn', ask(3), ask(n, prompt="x" * 9000), ask(n + 1, top_p=7)
+    return [ask(i) for i in range(n)] + [*bad]
+
+
+@pytest.fixture
+def forty(tmp_path):
+    "A folder with forty requests in `in.jsonl`."
+    write(tmp_path / "in.jsonl", [ask(i) for i in range(40)])
+    return tmp_path
+
+
+@pytest.fixture
+def sixty(tmp_path):
+    "A file of sixty requests, and four lines that are wrong in some way."
+    write(tmp_path / "in.jsonl", mixed(60))
+    return tmp_path / "in.jsonl"
 
 
 # Without Ray: the dealing itself, with workers that are played
@@ -91,19 +106,10 @@ class Played(Pool):
     "A `Pool` whose workers die with what `dies` says, and otherwise answer some of their lines in any order."
 
     def __init__(self, workers, rng, dies=lambda actor: False):
-        self.rng, self.dies, self.say, self.workers, self.deaths, self.job, self.idle = (
-            rng,
-            dies,
-            lambda s: None,
-            workers,
-            0,
-            None,
-            0,
-        )
-        limits, template = (
-            SimpleNamespace(max_num_seqs=rng.choice([1, 4, 40])),
-            SimpleNamespace(chat_template=None),
-        )
+        super().__init__(workers, say=lambda s: None)
+        self.rng, self.dies, self.idle = rng, dies, 0
+        limits = SimpleNamespace(max_num_seqs=rng.choice([1, 4, 40]))
+        template = SimpleNamespace(chat_template=None)
         self.info = WorkerInfo(limits, "continuous", "w", None, template, "played", 0)
         self.ray = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=Lost))
         self.handles = [self.start_worker() for _ in range(workers)]
@@ -135,12 +141,8 @@ class Played(Pool):
 def played(line):
     if line.options.get("top_p") == 7:
         return scaleout.failure_of(line, "invalid_request", "top_p")
-    return dict(
-        id=line.key,
-        **line.ids,
-        response=dict(status_code=200, body=dict(text=line.prompt, usage={})),
-        error=None,
-    )
+    body = dict(text=line.prompt, usage={})
+    return dict(id=line.key, **line.ids, response=dict(status_code=200, body=body), error=None)
 
 
 @settings(
@@ -157,15 +159,7 @@ def played(line):
 def test_any_order_of_deaths(tmp_path_factory, seed, workers, share, ordered, stops, backup):
     d, rng, n = tmp_path_factory.mktemp("played"), random.Random(seed), 60
     write(d / "in.jsonl", mixed(n))
-    job = lambda **kw: RayJob(
-        d / "in.jsonl",
-        d / "out.jsonl",
-        ordered=ordered,
-        look_ahead=16,
-        backup_after=backup,
-        use_tqdm=False,
-        **kw,
-    )
+    job = lambda: job_in(d, ordered=ordered, look_ahead=16, backup_after=backup, use_tqdm=False)
     steps = [0]
 
     def dies(actor):
@@ -191,30 +185,21 @@ def test_any_order_of_deaths(tmp_path_factory, seed, workers, share, ordered, st
         assert good == {f"r{i}" for i in range(n)} | {f"r{n}"}
 
 
-def test_poison_ends_itself_alone(tmp_path):
-    write(tmp_path / "in.jsonl", [ask(i) for i in range(40)])
+def test_poison_ends_itself_alone(forty):
     poison = lambda actor: any(line.prompt.startswith("tell me 7 ") for line in actor.has.values())
-    result = RayJob(tmp_path / "in.jsonl", tmp_path / "out.jsonl").run(
-        Played(3, random.Random(1), poison)
-    )
-    [bad] = [r for r in by_id(tmp_path / "out.jsonl").values() if r["error"]]
+    result = job_in(forty).run(Played(3, random.Random(1), poison))
+    [bad] = [r for r in by_id(forty / "out.jsonl").values() if r["error"]]
     assert (result.answered, bad["custom_id"], bad["response"]["status_code"]) == (39, "r7", 500)
-    assert "died with this request alone" in bad["error"]["message"]
+    assert "died" in bad["error"]["message"]
 
 
-def test_workers_that_always_die_end_the_job(tmp_path):
-    write(tmp_path / "in.jsonl", [ask(i) for i in range(40)])
-    with pytest.raises(
-        JobError, match="workers died and nothing was answered, the last with: gone"
-    ) as e:
-        RayJob(tmp_path / "in.jsonl", tmp_path / "out.jsonl").run(
-            Played(2, random.Random(1), lambda actor: True)
-        )
+def test_workers_that_always_die_end_the_job(forty):
+    with pytest.raises(JobError, match="died.*gone") as e:
+        job_in(forty).run(Played(2, random.Random(1), lambda actor: True))
     assert e.value.status == 1
 
 
-def test_a_worker_that_hangs_is_overtaken(tmp_path):
-    write(tmp_path / "in.jsonl", [ask(i) for i in range(40)])
+def test_a_worker_that_hangs_is_overtaken(forty):
     pool = Played(2, random.Random(2))
 
     def dies(actor):
@@ -222,8 +207,8 @@ def test_a_worker_that_hangs_is_overtaken(tmp_path):
         return False
 
     pool.dies = dies
-    RayJob(tmp_path / "in.jsonl", tmp_path / "out.jsonl", backup_after=0.0).run(pool)
-    assert len(by_id(tmp_path / "out.jsonl")) == 40 and pool.handles[0].actor.hangs
+    job_in(forty, backup_after=0.0).run(pool)
+    assert len(by_id(forty / "out.jsonl")) == 40 and pool.handles[0].actor.hangs
 
 
 class Held(Played):
@@ -305,68 +290,54 @@ class Batches:
         return by_id(tmp_path / "records")
 
 
+def counts(batch):
+    "Of a batch: its status, and how many of its lines are completed and failed."
+    found = batch["request_counts"]
+    assert found["total"] == 64
+    return batch["status"], found["completed"], found["failed"]
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_a_batch_by_workers_that_die(tmp_path, seed):
-    write(tmp_path / "in.jsonl", mixed(60))
+def test_a_batch_by_workers_that_die(sixty, tmp_path, seed):
     rng = random.Random(seed)
     with Batches(tmp_path / "data", lambda: Held(3, rng, lambda actor: rng.random() < 0.1)) as s:
-        done = s.wait(id := s.create(tmp_path / "in.jsonl"))
-        assert (done["status"], done["request_counts"]) == (
-            "completed",
-            dict(total=64, completed=61, failed=3),
-        )
+        assert counts(s.wait(id := s.create(sixty))) == ("completed", 61, 3)
         assert len(s.records(id, tmp_path)) == 64
 
 
-def test_workers_of_a_batch_that_always_die_are_no_fault_of_it(tmp_path):
-    write(tmp_path / "in.jsonl", mixed(60))
+def test_workers_of_a_batch_that_always_die_are_no_fault_of_it(sixty, tmp_path):
     pools = iter([Held(2, random.Random(1), lambda actor: True), Held(2, random.Random(2))])
     with Batches(tmp_path / "data", lambda: next(pools)) as s:
-        done = s.wait(id := s.create(tmp_path / "in.jsonl"))
-        assert (
-            done["status"] == "completed"
-            and len(s.records(id, tmp_path)) == 64
-            and next(pools, None) is None
-        )
+        assert s.wait(id := s.create(sixty))["status"] == "completed"
+        assert len(s.records(id, tmp_path)) == 64 and next(pools, None) is None
 
 
-def test_a_batch_of_workers_is_cancelled_and_the_next_one_runs(tmp_path):
-    write(tmp_path / "in.jsonl", mixed(60))
+def test_a_batch_of_workers_is_cancelled_and_the_next_one_runs(sixty, tmp_path):
     pool = Held(2, random.Random(3), most=20)
     with Batches(tmp_path / "data", lambda: pool) as s:
-        s.wait_for(id := s.create(tmp_path / "in.jsonl"), 10)  # counts go on while it runs
+        s.wait_for(id := s.create(sixty), 10)  # counts go on while it runs
         assert s.runner.cancel(id)["status"] == "cancelling"
-        done = s.wait(id)
-        assert (
-            done["status"] == "cancelled"
-            and 10 <= done["request_counts"]["completed"] < 60
-            and done["request_counts"]["total"] == 64
-        )
-        assert len(s.records(id, tmp_path)) == sum(
-            done["request_counts"][k] for k in ("completed", "failed")
-        )
+        status, completed, failed = counts(done := s.wait(id))
+        assert status == "cancelled" and 10 <= completed < 60
+        assert len(s.records(id, tmp_path)) == completed + failed
         pool.most = 10**9
-        assert s.wait(s.create_of(done["input_file_id"]))["request_counts"] == dict(
-            total=64, completed=61, failed=3
-        )
+        assert counts(s.wait(s.create_of(done["input_file_id"]))) == ("completed", 61, 3)
 
 
-def test_a_batch_of_workers_is_too_late_and_one_goes_on_after_a_stop(tmp_path):
-    write(tmp_path / "in.jsonl", mixed(60))
+def test_a_batch_of_workers_is_too_late_and_one_goes_on_after_a_stop(sixty, tmp_path):
     late, pool = [0], Held(2, random.Random(4), most=20)
     with Batches(tmp_path / "data", lambda: pool) as s:
-        s.wait_for(id := s.create(tmp_path / "in.jsonl"), 10)
+        s.wait_for(id := s.create(sixty), 10)
     pool.most += 20
     with Batches(tmp_path / "data", lambda: pool, lambda: time.time() + late[0]) as s:
-        before = s.wait_for(id, 20)["request_counts"]["completed"]
+        _, before, _ = counts(s.wait_for(id, 20))
         late[0] = 24 * 3600
-        done = s.wait(id)
-        assert done["status"] == "expired" and sum(
-            done["request_counts"][k] for k in ("completed", "failed")
-        ) == 64 == len(found := s.records(id, tmp_path))
-        assert sum(not r["error"] for r in found.values()) >= before and {
-            r["error"]["code"] for r in found.values() if r["error"]
-        } >= {"batch_expired"}
+        status, completed, failed = counts(s.wait(id))
+        found = s.records(id, tmp_path).values()
+        assert status == "expired" and completed + failed == 64 == len(found)
+        errors = [r["error"] for r in found]
+        assert errors.count(None) >= before
+        assert "batch_expired" in {e["code"] for e in errors if e}
 
 
 # On Ray: real workers, killed for real
@@ -395,9 +366,8 @@ def pool(folder):
     "Two workers for all tests; afterwards none of Ray's processes may be left."
     pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
     os.environ["OMP_NUM_THREADS"] = "1"
-    with Pool(
-        2, num_cpus=1, llm=dict(model=folder, dtype="fp32", max_num_seqs=4), say=lambda s: None
-    ) as pool:
+    llm = dict(model=folder, dtype="fp32", max_num_seqs=4)
+    with Pool(2, num_cpus=1, llm=llm, say=lambda s: None) as pool:
         pool.ready()
         yield pool
         work, helpers = ray_children(psutil.Process())
@@ -407,252 +377,198 @@ def pool(folder):
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    "A file of requests, and what `Job` makes of it with one engine."
+    "A file of requests, and what `Job` makes of it with one engine, by the name of the folder."
     d, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
     torch.set_num_threads(1)
     write(d / "in.jsonl", mixed(400))
-    assert (
-        Job(d / "in.jsonl", d / "out.jsonl").run(LLM(folder, dtype="fp32", max_num_seqs=4)).failed
-        == 4
-    )
+    llm = LLM(folder, dtype="fp32", max_num_seqs=4)
+    job = Job(d / "in.jsonl", d / "out.jsonl", model_name=Path(folder).name)
+    assert job.run(llm).failed == 4
     torch.set_num_threads(before)
     return d / "in.jsonl", by_id(d / "out.jsonl")
+
+
+@pytest.fixture
+def program(folder, tmp_path):
+    "A function that starts a command of batchlab with a worker of its own, in `tmp_path`."
+
+    def start(command):
+        more = f"--model {folder} --dtype fp32 --max-num-seqs 4 --ray 1 --ray-cpus 1"
+        return subprocess.Popen(
+            [sys.executable, "-m", "batchlab.cli", *command.split(), *more.split()],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def kill_all(p):
+    "Kill process `p`: no worker goes on without the one who writes."
+    work, helpers = ray_children(psutil.Process(p.pid))
+    p.kill()
+    _, said = p.communicate(timeout=60)
+    assert work and not psutil.wait_procs(work, timeout=60)[1], said
+    for c in psutil.wait_procs(helpers, timeout=1)[1]:
+        c.kill()
+
+
+def kill_worker(pool):
+    "Kill a worker that has its model: its process id."
+    pid = next(handle.info.pid for handle in pool.handles if handle.info)
+    os.kill(pid, signal.SIGKILL)
+    return pid
 
 
 def lines_in(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def when(path, n, do, alive=lambda: True):
-    "Call `do` when file `path` has `n` lines."
+def wait_for_lines(path, n, alive=lambda: True):
     end = time.time() + 120
     while lines_in(path) < n and time.time() < end and alive():
         time.sleep(0.002)
-    do()
 
 
-def test_same_answers_by_two_workers(pool, alone, tmp_path):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_same_answers_by_two_workers(pool, alone, tmp_path, folder, ordered):
     name, expected = alone
-    result = RayJob(name, tmp_path / "out.jsonl", model_name=alone_model(expected)).run(pool)
-    assert (result.answered, result.failed) == (400, 4) and by_id(
-        tmp_path / "out.jsonl"
-    ) == expected
-    result = RayJob(
-        name, tmp_path / "ordered.jsonl", model_name=alone_model(expected), ordered=True
-    ).run(pool)
-    assert [*by_id(tmp_path / "ordered.jsonl")] == sorted(
-        expected, key=lambda k: int(k.split("_")[2])
-    )
-    assert by_id(tmp_path / "ordered.jsonl") == expected
-
-
-def alone_model(expected):
-    return next(r["response"]["body"]["model"] for r in expected.values() if not r["error"])
+    job = RayJob(name, tmp_path / "out.jsonl", model_name=Path(folder).name, ordered=ordered)
+    result, found = job.run(pool), by_id(tmp_path / "out.jsonl")
+    assert (result.answered, result.failed) == (400, 4) and found == expected
+    if ordered:
+        assert [*found] == sorted(expected, key=lambda k: int(k.split("_")[2]))
 
 
 @posix
-def test_worker_killed(pool, alone, tmp_path):
+def test_worker_killed(pool, alone, tmp_path, folder):
     name, expected = alone
-    pid = next(handle.info.pid for handle in pool.handles if handle.info)
-    killer = threading.Thread(
-        target=when, args=(tmp_path / "out.jsonl", 50, lambda: os.kill(pid, signal.SIGKILL))
-    )
+    killed = []
+
+    def kill():
+        wait_for_lines(tmp_path / "out.jsonl", 50)
+        killed.append(kill_worker(pool))
+
+    killer = threading.Thread(target=kill)
     killer.start()
-    result = RayJob(name, tmp_path / "out.jsonl", model_name=alone_model(expected)).run(pool)
+    result = RayJob(name, tmp_path / "out.jsonl", model_name=Path(folder).name).run(pool)
     killer.join()
-    assert not psutil.pid_exists(pid) and pool.deaths == 0 and result.done == 404
+    assert not psutil.pid_exists(*killed) and pool.deaths == 0 and result.done == 404
     assert by_id(tmp_path / "out.jsonl") == expected
 
 
 @posix
-def test_everything_killed_and_resumed(pool, folder, alone, tmp_path):
-    name, expected = alone
-    args = [
-        "run",
-        "-i",
-        str(name),
-        "-o",
-        "out.jsonl",
-        "--model",
-        folder,
-        "--dtype",
-        "fp32",
-        "--max-num-seqs",
-        "4",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    p = subprocess.Popen(
-        [sys.executable, "-m", "batchlab.cli", *args, "--ray", "1", "--ray-cpus", "1"],
-        cwd=tmp_path,
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    work, helpers = [], []
-
-    def kill():
-        for known, found in zip((work, helpers), ray_children(psutil.Process(p.pid))):
-            known += found
-        p.kill()
-
-    when(tmp_path / "out.jsonl", 40, kill, lambda: p.poll() is None)
-    _, err = p.communicate(timeout=60)
-    left = psutil.wait_procs(work, timeout=60)[1]  # nobody goes on without the one who writes
-    for c in psutil.wait_procs(helpers, timeout=1)[1]:
-        c.kill()
-    assert p.returncode == -signal.SIGKILL and work and not left, err
-    kept = (tmp_path / "out.jsonl").read_bytes()
+def test_everything_killed_and_resumed(pool, folder, alone, tmp_path, program):
+    (name, expected), out = alone, tmp_path / "out.jsonl"
+    p = program(f"run -i {name} -o out.jsonl")
+    wait_for_lines(out, 40, lambda: p.poll() is None)
+    kill_all(p)
+    kept = out.read_bytes()
     assert 40 <= kept.count(b"\n") < 404
-    result = RayJob(str(name), str(tmp_path / "out.jsonl"), model_name=Path(folder).name).run(pool)
+    result = RayJob(str(name), str(out), model_name=Path(folder).name).run(pool)
     assert result.before >= kept.count(b"\n") and result.done == 404
-    got = by_id(tmp_path / "out.jsonl")
-    for r in [*got.values(), *expected.values()]:
-        r["response"]["body"].pop("model", None)
-    assert got == expected and (tmp_path / "out.jsonl").read_bytes().startswith(
-        kept[: kept.rfind(b"\n") + 1]
-    )
+    assert by_id(out) == expected
+    assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+
+
+RUN = "run -i in.jsonl -o out.jsonl"
 
 
 def test_more_than_there_is(pool, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("in.jsonl", [ask(1)])
-    assert (
-        main(
-            [
-                "run",
-                "-i",
-                "in.jsonl",
-                "-o",
-                "out.jsonl",
-                "--model",
-                "nowhere",
-                "--ray",
-                "1",
-                "--ray-cpus",
-                "1",
-                "--ray-gpus",
-                "1",
-            ]
-        )
-        == 2
-    )
-    assert (
-        "Ray has 0 in all: take fewer" in capsys.readouterr().err and not Path("out.jsonl").exists()
-    )
+    assert main(f"{RUN} --model nowhere --ray 1 --ray-cpus 1 --ray-gpus 1".split()) == 2
+    assert "take fewer" in capsys.readouterr().err and not Path("out.jsonl").exists()
 
 
-def test_no_ray(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "command, made", [(RUN, "out.jsonl"), ("serve --port 0 --data data", "data")]
+)
+def test_no_ray(tmp_path, monkeypatch, capsys, command, made):
+    if command is not RUN:
+        for name in ("fastapi", "uvicorn"):
+            pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     write("in.jsonl", [ask(1)])
-    assert main(["run", "-i", "in.jsonl", "-o", "out.jsonl", "--ray", "2"]) == 2
-    assert "pip install 'batchlab[ray]'" in capsys.readouterr().err
+    assert main([*command.split(), "--ray", "2"]) == 2
+    assert "pip install 'batchlab[ray]'" in capsys.readouterr().err and not Path(made).exists()
 
 
-def test_rows_of_a_batch_are_read_as_those_of_tables():
-    from batchlab.jobs.ray import line_of
+def test_a_server_has_workers_for_its_batches_only(capsys):
+    for name in ("fastapi", "uvicorn"):
+        pytest.importorskip(name)
+    assert main("serve --port 0 --ray 2".split()) == 2 and "--data" in capsys.readouterr().err
 
-    def read(row, *names):
-        return line_of(1, dict(prompt="a") | row, setting_columns=names)
 
-    assert read(
-        dict(max_completion_tokens=3, timeout=2, text="x"), "max_completion_tokens"
-    ).options == dict(max_tokens=3)
-    assert read(dict(max_completion_tokens=3, temperature=36.6, n=2)).options == {}
-    assert read(dict(guided_choice=["x"]), "guided_choice").options["structured_outputs"] == dict(
-        choice=["x"]
-    )
-    assert "max_tokens" in read(dict(max_tokns=4), "max_tokns").failure[1]
-    assert "several answers" in read(dict(n=2), "n").failure[1]
+@pytest.mark.parametrize(
+    "row, names, options",
+    [
+        (
+            dict(max_completion_tokens=3, timeout=2, text="x"),
+            ["max_completion_tokens"],
+            dict(max_tokens=3),
+        ),
+        (dict(max_completion_tokens=3, temperature=36.6, n=2), [], {}),
+        (dict(guided_choice=["x"]), ["guided_choice"], dict(structured_outputs=dict(choice=["x"]))),
+    ],
+)
+def test_rows_of_a_batch_are_read_as_those_of_tables(row, names, options):
+    assert scaleout.line_of(1, dict(prompt="a") | row, setting_columns=names).options == options
+
+
+@pytest.mark.parametrize("row, word", [(dict(max_tokns=4), "max_tokens"), (dict(n=2), "several")])
+def test_a_row_of_a_batch_that_can_not_run(row, word):
+    _, why = scaleout.line_of(1, dict(prompt="a") | row, setting_columns=[*row]).failure
+    assert word in why
 
 
 def test_a_folder_of_texts_is_answered_in_jsonl(tmp_path):
-    from batchlab.jobs.ray import RayJob, shards
-
     (tmp_path / "in").mkdir()
     for name in ("a.txt", "b.csv"):
         (tmp_path / "in" / name).write_text("prompt\nx\n")
-    assert [Path(j.output).name for j in shards(RayJob(tmp_path / "in", tmp_path / "out"))] == [
-        "a.txt.jsonl",
-        "b.csv",
-    ]
+    jobs = scaleout.shards(RayJob(tmp_path / "in", tmp_path / "out"))
+    assert [Path(j.output).name for j in jobs] == ["a.txt.jsonl", "b.csv"]
 
 
 @posix
 def test_a_batch_of_a_server_over_the_kill_of_a_worker_and_of_the_server(
-    pool, folder, alone, tmp_path
+    pool, folder, alone, tmp_path, program
 ):
     for name in ("fastapi", "uvicorn"):
         pytest.importorskip(name)
     httpx = pytest.importorskip("httpx")
     path, expected = alone
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    args = [
-        "serve",
-        "--port",
-        "0",
-        "--data",
-        "data",
-        "--model",
-        folder,
-        "--dtype",
-        "fp32",
-        "--max-num-seqs",
-        "4",
-        "--no-request-log",
-    ]
-    p = subprocess.Popen(
-        [sys.executable, "-m", "batchlab.cli", *args, "--ray", "1", "--ray-cpus", "1"],
-        cwd=tmp_path,
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    p = program("serve --port 0 --data data --no-request-log")
     url = next(line.split()[-1] for line in p.stderr if "is served at" in line)
     with httpx.Client(base_url=url, timeout=120) as http:
-        file = http.post(
-            "/files", files=dict(file=("in.jsonl", path.read_bytes())), data=dict(purpose="batch")
-        ).json()["id"]
-        id = http.post(
-            "/batches",
-            json=dict(input_file_id=file, endpoint="/v1/completions", completion_window="24h"),
-        ).json()["id"]
+        post = lambda to, **kw: http.post(to, **kw).json()
+        file = dict(files=dict(file=("in.jsonl", path.read_bytes())), data=dict(purpose="batch"))
+        what = dict(endpoint="/v1/completions", completion_window="24h")
+        id = post("/batches", json=what | dict(input_file_id=post("/files", **file)["id"]))["id"]
         counts = lambda: http.get(f"/batches/{id}").json()["request_counts"]
         while counts()["completed"] < 20:
             time.sleep(0.01)
-        answer = http.post(
-            "/completions",
-            json=dict(model=Path(folder).name, prompt="beside it", max_tokens=3, temperature=0),
-        ).json()
+        beside = dict(model=Path(folder).name, prompt="beside it", max_tokens=3, temperature=0)
+        answer = post("/completions", json=beside)
         assert answer["usage"]["completion_tokens"] <= 3 and counts()["total"] == 404
-    work, helpers = ray_children(psutil.Process(p.pid))
-    p.kill()
-    p.communicate(timeout=60)
-    assert (
-        work and not psutil.wait_procs(work, timeout=60)[1]
-    )  # nobody goes on without the one who writes
-    for c in psutil.wait_procs(helpers, timeout=1)[1]:
-        c.kill()
+    kill_all(p)
     batches = Batches(
         tmp_path / "data", lambda: pytest.fail("the pool is at work"), model_name=Path(folder).name
     )
     batches.workers.pool = pool  # it has been entered already
     with batches as s:
         s.wait_for(id, 100)
-        os.kill(next(handle.info.pid for handle in pool.handles if handle.info), signal.SIGKILL)
+        kill_worker(pool)
         assert s.wait(id)["request_counts"] == dict(total=404, completed=400, failed=4)
         got = s.records(id, tmp_path)
 
     def by_line(found):  # an id ends with what stands for the settings
-        return {
-            id.rpartition("_")[0]: (
-                r["custom_id"],
-                r["response"]["body"].get("choices"),
-                r["error"],
-            )
-            for id, r in found.items()
-        }
+        said = lambda r: (r["custom_id"], r["response"]["body"].get("choices"), r["error"])
+        return {id.rpartition("_")[0]: said(r) for id, r in found.items()}
 
     assert by_line(got) == by_line(expected) and len(got) == 404
     while not all(handle.info for handle in pool.handles):
@@ -679,35 +595,26 @@ stack.close()
     assert p.stdout.strip() == "at work" and not p.returncode, p.stderr
 
 
-def test_a_server_without_ray(tmp_path, monkeypatch, capsys):
-    for name in ("fastapi", "uvicorn"):
-        pytest.importorskip(name)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert main(["serve", "--port", "0", "--data", str(tmp_path / "data"), "--ray", "2"]) == 2
-    assert (
-        "pip install 'batchlab[ray]'" in capsys.readouterr().err
-        and not (tmp_path / "data").exists()
-    )
-    assert (
-        main(["serve", "--port", "0", "--ray", "2"]) == 2
-        and "--ray is for batches: say with --data" in capsys.readouterr().err
-    )
-
-
-def test_a_mark_that_is_none_stays(tmp_path):
-    "A file with the name of a shard's mark is replaced only with force."
-    from batchlab.jobs.ray import _run_shard
-
-    tiny_llm = lambda: LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
+@pytest.fixture
+def shard(tmp_path):
+    "A job of a line, the function that gives its engine, and the mark of its end."
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    mark, job = (
-        tmp_path / "out.jsonl.done",
-        Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", sampling_params=dict(max_tokens=2)),
-    )
-    for text in ('{"mine": 1}', "mine", "[]"):
-        mark.write_text(text)
-        with pytest.raises(JobError, match="out.jsonl.done is there already"):
-            _run_shard(job, tiny_llm)
-        assert mark.read_text() == text and not (tmp_path / "out.jsonl").exists()
+    job = Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", sampling_params=dict(max_tokens=2))
+    tiny_llm = lambda: LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
+    return job, tiny_llm, tmp_path / "out.jsonl.done"
+
+
+@pytest.mark.parametrize("text", ['{"mine": 1}', "mine", "[]"])
+def test_a_mark_that_is_none_stays(shard, text):
+    job, llm, mark = shard
+    mark.write_text(text)
+    with pytest.raises(JobError, match="done"):
+        scaleout._run_shard(job, llm)
+    assert mark.read_text() == text and not Path(job.output).exists()
+
+
+def test_an_empty_mark_is_of_a_loss_of_power(shard):
+    job, llm, mark = shard
     mark.write_text("")
-    assert _run_shard(job, tiny_llm).before == 0 and _run_shard(job, tiny_llm).before == 1
+    run = lambda: scaleout._run_shard(job, llm).before
+    assert (run(), run()) == (0, 1)

@@ -163,6 +163,12 @@ def line_of(
     return line
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #af5299c9
+_TEXT = dict(generated_text="text") | {
+    k: k for k in ("finish_reason", "prompt_tokens", "completion_tokens", "error")
+}
+_VECTOR = {k: k for k in ("embedding", "prompt_tokens", "error")}
+
+
 class BatchLLM:
     """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…,
     compute=ray.data.ActorPoolStrategy(size=n))`: engines in n workers.
@@ -199,37 +205,26 @@ class BatchLLM:
         self.queue = LineQueue(
             Job("-", sampling_params=sampling_params, timeout=timeout), LLM(**llm)
         )
-        self.embed = (
-            PoolingRequest(
-                "embed", [], params=PoolingParams.of(None if embed is True else embed, "embed")
-            )
-            if embed
-            else None
-        )
-        self.numbers = itertools.count(1)
+        how = PoolingParams.of(None if embed is True else embed, "embed") if embed else None
+        self.names, self.numbers = _VECTOR if embed else _TEXT, itertools.count(1)
         self.read = partial(
             line_of,
             prompt_column=prompt_column,
             chat=chat,
             system=system,
-            embed=self.embed,
+            embed=how and PoolingRequest("embed", [], params=how),
             setting_columns=setting_columns,
         )
 
     async def __call__(self, batch: Any) -> AsyncIterator[dict]:
-        columns = (
-            batch.to_pydict() if hasattr(batch, "to_pydict") else {k: batch[k] for k in batch}
-        )  # pyarrow's, or a dict
+        columns = dict(batch.to_pydict() if hasattr(batch, "to_pydict") else batch.items())
         lines = [
             self.read(next(self.numbers), dict(zip(columns, row))) for row in zip(*columns.values())
         ]
         answers = [flat(r) for r in await asyncio.to_thread(self.queue.answer, lines)]
-        names = dict(generated_text="text") | {
-            k: k for k in ("finish_reason", "prompt_tokens", "completion_tokens", "error")
+        yield columns | {
+            k: _objects([a.get(old) for a in answers]) for k, old in self.names.items()
         }
-        if self.embed:
-            names = {k: k for k in ("embedding", "prompt_tokens", "error")}
-        yield columns | {new: _objects([a.get(old) for a in answers]) for new, old in names.items()}
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #af5299c9-1
 def _objects(values: list) -> Any:
@@ -309,7 +304,7 @@ def _end(ray: Any) -> None:
         with suppress(psutil.Error):
             p.kill()
 
-
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #500bce95
 @contextmanager
 def ray_session(address: str | None = None, **resources: Any) -> Iterator[Any]:
     """Ray, as long as the context lasts: the cluster at `address` ('auto' finds one that this
@@ -400,7 +395,8 @@ class WorkerHandle:
     sent: dict[int, float] = field(default_factory=dict)
 
     def begin(self, job: Job) -> None:
-        "Have the worker work for `job`, if it has its model."
+        "Have the worker, if it has its model, work for `job` and drop what it still has."
+        self.sent = {}
         if self.info:
             self.ref = self.actor.begin.remote(job)
 
@@ -435,39 +431,36 @@ def resources_for(
             )
     return num_cpus, num_gpus, ("cuda" if num_gpus else "cpu") if device == "auto" else device
 
-# %% ../../nbs/6_jobs/44_scaleout.ipynb #e27934db
-class Workers:
-    "The workers of a `Pool` as Ray has them: started, stopped, and asked what they have to give."
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #d3873e37
+def portable(llm: dict | None) -> dict:
+    "`llm`, arguments of `LLM`, as they hold in a process that has another working directory."
+    llm = dict(llm or {})
+    if (model := llm.get("model")) and os.path.exists(model):
+        llm["model"] = os.path.abspath(model)
+    if modules := llm.get("lora_modules"):
+        found = read_modules(modules).items()
+        llm["lora_modules"] = {name: os.path.abspath(r.lora_path) for name, r in found}
+    if template := llm.get("chat_template"):
+        llm["chat_template"] = template_text(template)  # a file may be here alone
+    return llm
 
-    def __init__(
-        self,
-        workers: int = 2,
-        num_cpus: float | None = None,
-        num_gpus: float | None = None,
-        address: str | None = None,
-        llm: dict | None = None,
-        say: Callable[[str], object] = print,
-    ) -> None:
-        if workers < 1:
-            raise JobError(f"workers must be at least 1, got {workers}")
-        self.workers, self.num_cpus, self.num_gpus, self.address, self.say = (
-            workers,
-            num_cpus,
-            num_gpus,
-            address,
-            say,
-        )
-        self.llm, self.stack, self.waited = dict(llm or {}), ExitStack(), time.monotonic()
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #e27934db
+@dataclass(eq=False)
+class Actors:
+    "The workers of a `Pool` as Ray's actors: started, stopped, asked what they have to give."
+
+    workers: int = 2
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+    address: str | None = None
+    llm: dict = field(default_factory=dict)
+    say: Callable[[str], object] = print
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise JobError(f"workers must be at least 1, got {self.workers}")
+        self.llm, self.stack, self.waited = portable(self.llm), ExitStack(), time.monotonic()
         self.handles: list[WorkerHandle] = []
-        model = self.llm.get("model")
-        if model and os.path.exists(model):
-            self.llm["model"] = os.path.abspath(model)  # wherever a worker is
-        if modules := self.llm.get("lora_modules"):
-            self.llm["lora_modules"] = {
-                name: os.path.abspath(r.lora_path) for name, r in read_modules(modules).items()
-            }
-        if template := self.llm.get("chat_template"):
-            self.llm["chat_template"] = template_text(template)  # a file may be here alone
 
     def __enter__(self) -> Self:
         self.__exit__()  # entered again, it begins anew
@@ -475,12 +468,9 @@ class Workers:
         with ExitStack() as stack:
             self.ray = stack.enter_context(ray_session(self.address, num_cpus=cores))
             nodes = [n["Resources"] for n in self.ray.nodes() if n["Alive"]]
+            device = str(self.llm.get("device") or "auto")
             self.num_cpus, self.num_gpus, self.llm["device"] = resources_for(
-                self.workers,
-                str(self.llm.get("device") or "auto"),
-                self.num_cpus,
-                self.num_gpus,
-                nodes,
+                self.workers, device, self.num_cpus, self.num_gpus, nodes
             )
             self.handles = [self.start_worker() for _ in range(self.workers)]
             self.stack = stack.pop_all()
@@ -494,16 +484,8 @@ class Workers:
 
     def start_worker(self) -> WorkerHandle:
         "The handle of a worker that is being started, wherever there is room."
-        actor = (
-            self.ray.remote(Worker)
-            .options(
-                num_cpus=self.num_cpus,
-                num_gpus=self.num_gpus,
-                max_restarts=0,
-                scheduling_strategy="SPREAD",
-            )
-            .remote()
-        )
+        needs = dict(num_cpus=self.num_cpus, num_gpus=self.num_gpus, max_restarts=0)
+        actor = self.ray.remote(Worker).options(**needs, scheduling_strategy="SPREAD").remote()
         return WorkerHandle(actor, actor.load.remote(self.llm, max(1, int(self.num_cpus or 1))))
 
     def stop_worker(self, handle: WorkerHandle) -> None:
@@ -512,12 +494,11 @@ class Workers:
 
     def returned(self) -> list[tuple[WorkerHandle, Any]]:
         "`[(handle, value or exception)]` of calls that have come back, after at most a second."
-        calls, got = {handle.ref: handle for handle in self.handles if handle.ref is not None}, []
+        calls = {handle.ref: handle for handle in self.handles if handle.ref is not None}
         if not calls or not self.ray.wait([*calls], timeout=1.0)[0]:
-            return got
-        for ref in self.ray.wait([*calls], num_returns=len(calls), timeout=0)[
-            0
-        ]:  # all that are there
+            return []
+        got = []
+        for ref in self.ray.wait([*calls], num_returns=len(calls), timeout=0)[0]:  # all there are
             calls[ref].ref = None
             try:
                 got.append((calls[ref], self.ray.get(ref)))
@@ -526,7 +507,7 @@ class Workers:
         return got
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #c9ff10bd
-class Pool(Workers):
+class Pool(Actors):
     """`workers` engines on Ray; entered, they load the model. `num_cpus`, `num_gpus`: of each,
     None takes its share.
 
@@ -550,21 +531,17 @@ class Pool(Workers):
                 self.on_worker_ready(handle, got)
         if not self.info and time.monotonic() - self.waited > 60:
             self.waited = math.inf
-            self.say(
-                f"no worker has begun yet: is there room for {self.num_cpus:g} CPU and "
-                f"{self.num_gpus:g} GPU each?"
-            )
+            room = f"{self.num_cpus:g} CPU and {self.num_gpus:g} GPU"
+            self.say(f"no worker has begun yet: is there room for {room} each?")
 
     def replace_worker(self, handle: WorkerHandle, e: Exception) -> None:
-        """Start another worker for the one that ended with `e`: its process died, or a call of
-        it failed. Raises `JobError`."""
+        "Start another worker for one that died, or failed in a call, with `e`. Raises `JobError`."
         self.deaths += 1
-        said = [s.strip() for s in str(e).splitlines() if s.strip()] or [type(e).__name__]
-        why = said[0 if isinstance(e, self.ray.exceptions.RayActorError) else -1][:200]
+        said = str(e).strip().splitlines() or [type(e).__name__]
+        why = said[0 if isinstance(e, self.ray.exceptions.RayActorError) else -1].strip()[:200]
         if self.deaths > 2 * self.workers + 8:
-            raise JobError(
-                f"{self.deaths} workers died and nothing was answered, the last with: {why}", 1
-            )
+            what = f"{self.deaths} workers died and nothing was answered, the last with: {why}"
+            raise JobError(what, 1)
         self.stop_worker(handle)
         self.handles[self.handles.index(handle)] = self.start_worker()
         self.say(f"a worker is gone ({why}): what it had goes to others")
@@ -582,6 +559,13 @@ class Pool(Workers):
             )
         handle.info = info
         if self.job:
+            handle.begin(self.job)
+
+    def begin(self, job: Job) -> None:
+        "Have all workers work for a job with the settings of `job`."
+        passed = "sampling_params", "timeout", "model_name", "postprocess"
+        self.job = Job("-", **{k: getattr(job, k) for k in passed})
+        for handle in self.handles:
             handle.begin(self.job)
 
     def ready(self) -> WorkerInfo:
@@ -619,6 +603,7 @@ def outline(line: JobLine, given: dict | None = None) -> tuple[list[int], int]:
     return [*text[:400].encode(errors="replace")], len(text) // 4 + most
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #6e292db1
+@dataclass
 class Dispatcher:
     """Hands the lines of `source` to workers: `handles`, a list that changes as they come and go.
 
@@ -626,26 +611,15 @@ class Dispatcher:
     `backup_after`: seconds, see `backup`. `unanswered`: lines handed out that have no answer, by
     number. `more`: whether `source` may have further ones."""
 
-    def __init__(
-        self,
-        source: Iterator[JobLine],
-        handles: list[WorkerHandle],
-        room: int,
-        backup_after: float = math.inf,
-        full: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.source, self.handles, self.room, self.backup_after, self.full = (
-            source,
-            handles,
-            room,
-            backup_after,
-            full,
-        )
+    source: Iterator[JobLine]
+    handles: list[WorkerHandle]
+    room: int
+    backup_after: float = math.inf
+    full: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
         self.more, self.unanswered = True, dict[int, JobLine]()
-        self.again, self.suspects = (
-            deque[JobLine](),
-            deque[JobLine](),
-        )  # lines that came back; those to be run alone
+        self.again, self.suspects = deque[JobLine](), deque[JobLine]()  # came back; to run alone
         self.deaths = Counter[int]()  # that a line was in
 
     def lines_for(self, handle: WorkerHandle, left: int) -> list[JobLine]:
@@ -674,11 +648,9 @@ class Dispatcher:
         if handle.sent or self.more:
             return []
         before = time.monotonic() - self.backup_after
-        fit = lambda n: n in self.unanswered and self.deaths[n] < 2
-        late = sorted(
-            (at, n) for h in self.handles for n, at in h.sent.items() if at < before and fit(n)
-        )
-        copies = {n for _, n in late[: math.ceil(len(late) / 2)]}
+        late = sorted((at, n) for h in self.handles for n, at in h.sent.items() if at < before)
+        late = [n for _, n in late if n in self.unanswered and self.deaths[n] < 2]
+        copies = {*late[: math.ceil(len(late) / 2)]}
         for h in self.handles:
             h.sent |= {n: math.inf for n in copies & h.sent.keys()}  # one copy each
         return [self.unanswered[n] for n in copies]
@@ -699,6 +671,15 @@ class Dispatcher:
         for n in numbers:
             (self.suspects if self.deaths[n] > 1 else self.again).append(self.unanswered[n])
 
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #a1285d77
+def count_usage(result: JobResult, record: dict[str, Any]) -> None:
+    "Count in `result` the tokens that the `record` of a worker says."
+    body = record if "request_id" in record else record["response"]["body"]
+    usage = body.get("usage") or {}
+    result.prompt_tokens += usage.get("prompt_tokens", 0)
+    result.output_tokens += usage.get("completion_tokens", 0)
+    result.cached_tokens += usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #bd932ff3
 class RayRun(Run):
     """A run of `job` by all workers of `pool`. `backup_after`: seconds, then an idle worker
@@ -714,10 +695,8 @@ class RayRun(Run):
             self.readable, lambda lines: [outline(line, job.sampling_params) for line in lines]
         )
         full = lambda: len(outbox.held) >= 4 * job.look_ahead
-        self.pool, self.dispatcher = (
-            pool,
-            Dispatcher(source, pool.handles, self.room, backup_after, full),
-        )
+        self.pool = pool
+        self.dispatcher = Dispatcher(source, pool.handles, self.room, backup_after, full)
 
     def readable(self, line: JobLine) -> JobLine | None:
         "`line`; None, with the line settled, if it can't be sent."
@@ -730,14 +709,7 @@ class RayRun(Run):
         settled already."""
         for number, record in records:
             if line := self.dispatcher.close(handle, number):
-                usage = (record if "request_id" in record else record["response"]["body"]).get(
-                    "usage"
-                ) or {}  # a table may have a column response
-                self.result.prompt_tokens += usage.get("prompt_tokens", 0)
-                self.result.output_tokens += usage.get("completion_tokens", 0)
-                self.result.cached_tokens += usage.get("prompt_tokens_details", {}).get(
-                    "cached_tokens", 0
-                )
+                count_usage(self.result, record)
                 self.settle(line, record)
         if records:
             self.pool.deaths = 0
@@ -757,17 +729,8 @@ class RayRun(Run):
         return self.pool.events()
 
     def steps(self) -> Generator[None, None, None]:
-        job, pool, dispatcher = self.job, self.pool, self.dispatcher
-        pool.job = Job(
-            "-",
-            sampling_params=job.sampling_params,
-            timeout=job.timeout,
-            model_name=job.model_name,
-            postprocess=job.postprocess,
-        )
-        for handle in pool.handles:
-            handle.sent = {}  # what it still has of another job, it drops as it begins this one
-            handle.begin(pool.job)
+        pool, dispatcher = self.pool, self.dispatcher
+        pool.begin(self.job)
         while (dispatcher.more or dispatcher.unanswered) and not self.ended():
             for handle in pool.handles:
                 if handle.info and handle.ref is None:
@@ -832,7 +795,7 @@ def shards(job: Job) -> list[Job]:
 
     return [replace(job, input=str(folder / n), output=str(output / answers(n))) for n in names]
 
-
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #8a0da954
 def _read_mark(mark: Path) -> dict[str, Any] | None:
     """The mark of a finished job in file `mark`; empty if there is none; None if the file holds
     something else."""
@@ -842,10 +805,8 @@ def _read_mark(mark: Path) -> dict[str, Any] | None:
         return {}
     except (OSError, ValueError):
         return None
-    ours = isinstance(then, dict) and (
-        not then or {"bytes", "limit", "settings", "answered", "failed"} <= then.keys()
-    )
-    return then if ours else None
+    keys = {"bytes", "limit", "settings", "answered", "failed"}
+    return then if isinstance(then, dict) and (not then or keys <= then.keys()) else None
 
 
 def _run_shard(job: Job, pool: Callable[[], Pool]) -> JobResult:
