@@ -2,8 +2,8 @@
 
 A chapter writes one round of a measurement as a function, and `figure` makes a `Figure` of it. Its record, a file in `measured/`,
 names the function and its inputs, and says on which machine it ran, when, with which versions, and every round. A claim is checked on the
-record each time that the chapter runs. Code may change without a new measurement: the record keeps digests of what it measured, and a
-drawing says when it was measured with earlier code. `.ci/figures` measures anew; a reader calls `measure()` in the notebook, and the
+record each time that the chapter runs. Code may change without a new measurement: a drawing says on which day it was measured, and
+whether the function that measured it has changed since; `.ci/figures --list` says so of the engine. `.ci/figures` measures anew; a reader calls `measure()` in the notebook, and the
 next drawing shows both."""
 
 import ast, functools, hashlib, inspect, json, math, os, platform, textwrap, time
@@ -265,9 +265,8 @@ class Figure:
         return mine == {k: self.recorded.get(k) for k in mine}
 
     def older(self, record):
-        "Whether the function or the engine that `record` measured is no longer the one that is here."
-        now = code_of(inspect.getsource(self.run)), engine()
-        return now != (record.get("code"), record.get("engine"))
+        "Whether the function that measured `record` is no longer the one that is here."
+        return code_of(inspect.getsource(self.run)) != record.get("code")
 
     @property
     def caption(self):

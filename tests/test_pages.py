@@ -1,6 +1,5 @@
 "Reference pages are made from the code: what they show is what the code says now."
 
-
 import pytest
 
 execnb = pytest.importorskip("execnb.shell", reason="needs execnb, which nbdev brings")
