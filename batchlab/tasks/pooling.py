@@ -730,10 +730,10 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #e7f546b6
 def pool_prompts(
-    llm: Any,
+    calls: VectorCalls,
     task: str,
     prompts: Prompts,
-    params: Any,
+    pooling_params: PoolingEach,
     use_tqdm: Bar,
     lora_request: AdapterChoices,
     tokenization: Mapping[str, object] | None,
@@ -742,11 +742,12 @@ def pool_prompts(
 ) -> Outputs[Any]:
     """What `task` makes of each of `prompts`; with `raw` as tensors. For arguments see
     `VectorCalls`. Raises `ModelError`, `ParamError` for what concerns all of them."""
+    llm: Any = calls  # the `LLM` that has them
     asked: list[Any] = as_list(prompts, is_talk(prompts))
     if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in asked]):
         lora_request = own  # the one that answered
     asked = [text_and_answer(p) for p in asked]
-    each = _params(params, task, tokenization, len(asked))
+    each = _params(pooling_params, task, tokenization, len(asked))
     if prompt_name is not None:
         each = [replace(p, prompt_name=prompt_name) for p in each]
     for p in dict.fromkeys(each):
