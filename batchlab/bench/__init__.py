@@ -301,9 +301,11 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
         "the model as a .gguf file, for peers that read it (default: written from its weights)",
         metavar="FILE",
     )
-    add("dtype", default="bf16", choices=("fp32", "bf16", "fp16", "auto"))
-    add("device", default="auto")
-    add("workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    dtypes = "fp32", "bf16", "fp16", "auto"
+    add("dtype", "that all compute in (default: bf16)", default="bf16", choices=dtypes)
+    add("device", "auto, cpu or cuda (default: auto)", default="auto")
+    kinds = dict(default=list(WORKLOADS), choices=WORKLOADS)
+    add("workloads", "kinds of requests (default: all)", nargs="+", **kinds)
     engines = (
         f"of {', '.join(CONTENDERS)}; the first is what ratios "
         "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and "
@@ -323,7 +325,7 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
         metavar="NAME=PYTHON",
     )
     add("max-num-seqs", "slots of the engines that schedule (default: 64)", type=int, default=64)
-    add("rounds", type=int, default=3)
+    add("rounds", "of each workload (default: 3)", type=int, default=3)
     add(
         "patience",
         "no further round of a workload after so long",

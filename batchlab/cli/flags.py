@@ -254,7 +254,7 @@ class SaidFlags:
 
 
 class TracedFlags:
-    # keep what happened at every step, for batchlab view; of a file without its texts
+    # record every step for batchlab view; of a file of requests, without its texts
     trace: File | None = None
 
 

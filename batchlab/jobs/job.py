@@ -468,7 +468,7 @@ class JobInput:
     delimiter: str | None = None
     # of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)
     encoding: str | None = None
-    quotes: bool = True  # a quote in a CSV or TSV opens a cell
+    quotes: bool = True  # quotes in a CSV or TSV enclose cells
     spell: Callable[[Option], str] = str  # how messages write an option, as in Python or a flag
     columns: Columns | None = field(default=None, init=False, repr=False)
 
@@ -574,8 +574,8 @@ class JobOutput(JobInput):
     `RequestOutput` with one answer, whose dict is further columns (any other value is `result`),
     or a dict of column and function."""
 
-    # answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output, where
-    # an ended run can not go on
+    # answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output,
+    # from which an ended run can't resume
     output: str | Path | None = None
     error_file: str | Path | None = None  # failures (default: among the answers)
     _: KW_ONLY
