@@ -124,7 +124,7 @@ def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
     (folder / "small.ipynb").write_text(notebook(CELLS))
     shutil.copy(ROOT / "nbs/chapter.py", folder)
-    for name in ("52_widgets", "54_scrubber"):
+    for name in ("widgets", "scrubber"):
         chapter = json.loads(BOOK["find"](name).read_text(encoding="utf-8"))
         chapter["cells"] = [
             c for c in chapter["cells"] if "nbdev_export" not in "".join(c["source"])
@@ -228,7 +228,7 @@ def test_playground_runs(page):
     assert page.problems == []
 
 
-@pytest.mark.parametrize("name, num_widgets", [("52_widgets", 3), ("54_scrubber", 2)])
+@pytest.mark.parametrize("name, num_widgets", [("widgets", 3), ("scrubber", 2)])
 def test_notebook_runs(browser, lab, name, num_widgets):
     "The chapters themselves, as a reader runs them: each widget has a picture for elsewhere."
     page = browser.new_page(viewport=dict(width=1280, height=1000))

@@ -289,7 +289,7 @@ def test_bundle_has_a_picture_and_a_widget_only_if_live(llm, monkeypatch):
 def test_a_kept_notebook_holds_pictures_and_no_widgets():
     books = [
         json.loads(BOOK["find"](name).read_text(encoding="utf-8"))
-        for name in ("52_widgets", "54_scrubber")
+        for name in ("widgets", "scrubber")
     ]
     kinds = [
         {*o.get("data", {})} for nb in books for c in nb["cells"] for o in c.get("outputs", [])
