@@ -88,7 +88,7 @@ def test_answers_are_objects_of_pydantic(s):
             assert events.get_final_completion().choices[0].message.parsed == whole
 
     async def main():
-        async with client_of(s, True, openai.AsyncOpenAI) as c:
+        async with client_of(s, strict=True, kind=openai.AsyncOpenAI) as c:
             return (await c.chat.completions.parse(**ask)).choices[0].message.parsed
 
     assert isinstance(whole, Verdict) and asyncio.run(main()) == whole

@@ -37,11 +37,11 @@ def serving(drain=60, llm=None, **kw):
         )
 
 
-def client_of(s, strict=False, **kw):
+def client_of(s, strict=False, kind=openai.OpenAI, **kw):
     """OpenAI's client. Not strict for streams of completions: its types, unlike the API, have a
     reason for the end in every part."""
     how = dict(api_key="any", max_retries=0, timeout=100, _strict_response_validation=strict)
-    return openai.OpenAI(**dict(base_url=f"{getattr(s, 'url', s)}/v1") | how | kw)
+    return kind(**dict(base_url=f"{getattr(s, 'url', s)}/v1") | how | kw)
 
 
 @pytest.fixture(scope="module")
