@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 Frame = TypeVar("Frame")
 
 # %% auto #0
-__all__ = ['Frame', 'StreamCalls', 'ListCalls', 'ChatCalls', 'first_scored', 'ScoreCalls', 'ChoiceCalls', 'LLM']
+__all__ = ['Frame', 'StreamCalls', 'ListCalls', 'ChatCalls', 'first_scored', 'ScoreCalls', 'ChoiceCalls', 'TableCalls', 'LLM']
 
 # %% ../../nbs/2_core/api.ipynb #cf64dca5
 class StreamCalls(LLMBase):
@@ -304,28 +304,9 @@ class ChoiceCalls(ScoreCalls):
 
         return beam_search(self, prompts, params, use_tqdm, concurrency_limit, lora_request)
 
-# %% ../../nbs/2_core/api.ipynb #cd47f91a
-class LLM(ChoiceCalls, PoolingCalls, LoRACalls):
-    """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed`
-    and the other `PoolingCalls` for texts whose hidden states are wanted; results in input
-    order.
-
-    `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model,
-    which is left as it was found. `tokenizer`: None takes the model's own, a name or folder that
-    one's; with a loaded model None means ids in, ids out. `compile`: run on kernels compiled on
-    this machine, 'auto' (if it can), True or False; `backend` says what came of it.
-    `quantization`: None or 'int8', see chapter 22 for what it costs. `kv_cache_bytes`: the most
-    that keys and values may take, of which only what the requests need is taken. What is None is
-    chosen from the device and its free memory, see `limits`. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in the
-    order given), 'bucketed' (similar lengths together), 'prefix' (batches that share a prefix).
-    `logprobs_mode`: what `logprobs` are of, for requests that don't say: 'raw_logprobs' of what
-    the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
-    'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are
-    to be pooled otherwise than the model's folder says. `trace`: record all that happens, in
-    `recorder`; to record a part of it, see `trace`. `enable_lora`: requests may have adapters
-    (chapter 32): of at most `max_loras` at once (8), up to `max_lora_rank`, `max_cpu_loras` in
-    memory (as many); `lora_modules`: `{name: folder}` of adapters to ask for by name, looked at
-    now. The others are as they are called. Raises `ModelError`, `ParamError`."""
+# %% ../../nbs/2_core/api.ipynb #7b135001
+class TableCalls(ChoiceCalls):
+    "The call for tables."
 
     def map(
         self,
@@ -367,5 +348,39 @@ class LLM(ChoiceCalls, PoolingCalls, LoRACalls):
             lora_request=lora_request,
         )
 
+# %% ../../nbs/2_core/api.ipynb #cd47f91a
+class LLM(TableCalls, PoolingCalls, LoRACalls):
+    """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed`
+    and the other `PoolingCalls` for texts whose hidden states are wanted; results in input
+    order.
 
-suggest_names(ListCalls, ChatCalls, StreamCalls, ScoreCalls, ChoiceCalls, LLM)
+    What is None is chosen from the device and its free memory, see `limits`.
+
+    `model`: None (the default model), a hub id, a folder, a `.gguf` file, or a loaded model,
+    which is left as it was found. `tokenizer`: None takes the model's own, a name or folder that
+    one's; with a loaded model None means ids in, ids out. `dtype`: that it computes in, 'auto',
+    'fp32', 'bf16' or 'fp16'. `device`: 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'.
+
+    `max_num_seqs`: sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`:
+    most tokens of prompt and answer together. `kv_cache_bytes`: the most that keys and values
+    may take, of which only what the requests need is taken. `enable_prefix_caching`: reuse the
+    KV of earlier requests with the same beginning.
+
+    `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False;
+    `backend` says what came of it. `quantization`: None or 'int8', see chapter 22 for what it
+    costs. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in
+    the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share one).
+
+    `logprobs_mode`: what `logprobs` are of, for requests that don't say: 'raw_logprobs' of what
+    the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
+    'raw_logits', 'processed_logits'. `pooler_config`: a `PoolerConfig`, where hidden states are
+    to be pooled otherwise than the model's folder says. `chat_template`: instead of the
+    tokenizer's own, as text or a file. `trace`: record all that happens, in `recorder`; to
+    record a part of it, see `trace`.
+
+    `enable_lora`: requests may have adapters (chapter 32): of at most `max_loras` at once (8),
+    up to `max_lora_rank`, `max_cpu_loras` in memory (as many). `lora_modules`: `{name: folder}`
+    of adapters to ask for by name, looked at now. Raises `ModelError`, `ParamError`."""
+
+
+suggest_names(ListCalls, ChatCalls, StreamCalls, ScoreCalls, ChoiceCalls, TableCalls, LLM)

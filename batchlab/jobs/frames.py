@@ -29,7 +29,7 @@ from batchlab.jobs.tables import (
 )
 
 if TYPE_CHECKING:
-    from batchlab.api import LLM
+    from batchlab.api import ChatCalls
     from batchlab.llm.outputs import RequestOutput
 
 Frame = TypeVar("Frame")
@@ -180,7 +180,7 @@ def lines_of(
 
 
 def outputs_of(
-    llm: LLM, lines: Sequence[JobLine], use_tqdm: bool | None = None
+    llm: ChatCalls, lines: Sequence[JobLine], use_tqdm: bool | None = None
 ) -> dict[int, RequestOutput]:
     "What becomes of those of `lines` that can run, by their numbers. Raises `ParamError`."
     good: list[JobLine] = [line for line in lines if not line.failure]
@@ -226,7 +226,7 @@ def beside(table: DictFrame, records: Sequence[dict[str, Any]], names: AnswerNam
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e3m
 def map_frame(
-    llm: LLM,
+    llm: ChatCalls,
     frame: Frame,
     template: str | None = None,
     sampling_params: Any = None,
