@@ -1,6 +1,6 @@
 "Sphinx's settings. Nothing is fetched from the network, neither when the site is built nor when it is read."
 
-import importlib, re, sys, warnings
+import functools, importlib, inspect, re, sys, warnings
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -56,10 +56,60 @@ def as_rst(text):
     return "".join(parts)
 
 
+ELSEWHERE = re.compile(r"(?:arguments|the rest) see\s+`([\w.]+)`")
+
+
+def parameters(obj):
+    "The parameters of what can be called: `[(name, type, default)]` as text."
+    try:
+        signature = inspect.signature(obj)
+    except (TypeError, ValueError):
+        return []
+    of = lambda x: "" if x is inspect.Parameter.empty else x
+    kind = lambda x: x if isinstance(x, str) else inspect.formatannotation(x)
+    return [
+        (p.name, kind(of(p.annotation)).replace("typing.", ""), of(p.default))
+        for p in signature.parameters.values()
+        if p.name not in ("self", "cls")
+    ]
+
+
+def doc_of(full):
+    "The docstring of what has a full name, '' if that is None."
+    if not full:
+        return ""
+    module, member = sources.split(full)
+    module = importlib.import_module(f"batchlab.{module}")
+    return inspect.getdoc(functools.reduce(getattr, member.split("."), module)) or ""
+
+
+def table(rows):
+    "A list-table of parameters: name, type, default, meaning."
+    cell = lambda x: f"``{x}``" if x else ""
+    lines = [".. list-table::", "   :class: parameters", "   :header-rows: 1", ""]
+    lines += ["   * - parameter", "     - type", "     - default", "     - meaning"]
+    for name, kind, default, meaning in rows:
+        shown = "" if isinstance(default, str) and not default else repr(default)
+        shown = shown if len(shown) <= 40 and " at 0x" not in shown else "…"
+        cells = cell(name), cell(kind), cell(shown), as_rst(meaning)
+        lines += [f"   {'*' if i == 0 else ' '} - {c}".rstrip() for i, c in enumerate(cells)]
+    return lines
+
+
 def docstring(app, what, name, obj, options, lines):
     "Docstrings as reStructuredText, and where each definition stands in the book."
-    lines[:] = as_rst("\n".join(lines)).splitlines()
     module, member = sources.split(name)
+    doc = "\n".join(lines).strip()
+    given = parameters(obj) if what in ("class", "function", "method") and module else []
+    names = [g[0] for g in given]
+    prose, told = sources.told(doc, names)
+    if given and (other := ELSEWHERE.search(doc)):
+        told = sources.told(doc_of(sources.meant(other[1], module)), names)[1] | told
+    if told:
+        lines[:] = as_rst(prose).splitlines()
+        lines += ["", *table([(*g, told.get(g[0], "")) for g in given]), ""]
+    else:
+        lines[:] = as_rst(doc).splitlines()
     if what in ("class", "function", "exception") and module and member:
         stem, escaped = (
             sources.explained(module, member.partition(".")[0]).stem,
@@ -67,7 +117,8 @@ def docstring(app, what, name, obj, options, lines):
         )
         bases = [b.__name__ for b in getattr(obj, "__bases__", ()) if b is not object]
         bases = f"Extends {', '.join(f'``{b}``' for b in bases)}. " if bases else ""
-        lines += ["", f"{bases}`In chapter {stem} <../{stem}.html#def-{escaped}>`__", ""]
+        where = "In chapter" if stem[:2].isdigit() else "On page"
+        lines += ["", f"{bases}`{where} {stem} <../{stem}.html#def-{escaped}>`__", ""]
 
 
 def skip(app, what, name, obj, skips, options):

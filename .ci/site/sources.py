@@ -270,12 +270,12 @@ def only_imports(code):
 
 
 def fold(source):
-    "What a code cell is folded under: an answer, a title of its own, or imports of the library; '' if it stays open."
+    "What a code cell is folded under: an answer, a title of its own, or imports; '' if it stays open."
     if SOLUTION.search(source):
         return "A worked answer"
     if m := FOLD.search(source):
         return m[1].strip()
-    return "Imports" if EXPORT.search(source) and only_imports(DIRECTIVE.sub("", source)) else ""
+    return "Imports" if only_imports(DIRECTIVE.sub("", source)) else ""
 
 
 # --- terms
@@ -349,6 +349,7 @@ def chapter(path):
     "A notebook for the site: hidden cells and directives out, exported cells marked, answers and imports folded, links as they are here."
     nb, module, out = load(path), module_of(path), []
     for i, cell in enumerate(nb["cells"]):
+        closed = cell["metadata"].get("jupyter", {}).get("source_hidden")
         source, cell = cell["source"], dict(cell, metadata={})
         if cell["cell_type"] == "code":
             if HIDDEN.search(source):
@@ -365,7 +366,7 @@ def chapter(path):
                         dict(cell_type="markdown", metadata={}, source=anchors, id=f"anchor-{i}")
                     )
                 cell["metadata"]["tags"] = ["export"]
-            if title := fold(source):
+            if title := fold(source) or "Code" * bool(closed):
                 cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), "hide-input"]
                 cell["metadata"]["mystnb"] = dict(code_prompt_show=title, code_prompt_hide=title)
             for o in cell["outputs"]:
@@ -463,7 +464,7 @@ def api_page(module, path):
         if name in own and not repeats(module, name)
     )
     return (
-        f"# {module}\n\n{{.module}}\nBuilt in chapter [{path.stem}](../{path.name}).\n\n"
+        f"# {module}\n\n{{.module}}\nBuilt in [{path.stem}](../{path.name}).\n\n"
         f"```{{eval-rst}}\n.. automodule:: batchlab.{module}\n"
         f"{f'   :exclude-members: {others}' if others else ''}\n\n"
         f".. py:currentmodule:: batchlab.{module}\n{rest}```\n"
@@ -478,6 +479,30 @@ def api_index():
         f"# All modules\n\n`from batchlab import …` knows {', '.join(f'`{n}`' for n in batchlab.__all__)}.\n\n"
         f"| module | what you can do with it |\n|---|---|\n{rows}"
     )
+
+
+ABOUT = re.compile(r"(?:^|(?<=[.;!?)] )|(?<=\n))((?:`\*{0,2}\w+`(?:, | and )?)+): ", re.M)
+AFTER = re.compile(r"(?<=[.;]) (?=(?:Raises|Returns|Yields|Gives)\b)")
+
+
+def told(doc, names):
+    """`(doc without what it tells of parameters, {parameter: what it tells})` of a docstring.
+
+    "`a`, `b`: sizes in bytes. `c`: a name." tells of `a`, `b` and `c`, if all of those are in `names`."""
+    kept, found = [], {}
+    for paragraph in doc.split("\n\n"):
+        pieces = ABOUT.split(" ".join(paragraph.split()) if ABOUT.search(paragraph) else paragraph)
+        rest = pieces[0]
+        for head, text in zip(pieces[1::2], pieces[2::2]):
+            asked = re.findall(r"\w+", head)
+            text, *after = AFTER.split(text, maxsplit=1)
+            if {*asked} <= {*names}:
+                found |= dict.fromkeys(asked, text.strip().removesuffix(";"))
+            else:
+                rest += f"{head}: {text}"
+            rest += " ".join(after) + " " * bool(after)
+        kept.append(rest.strip())
+    return "\n\n".join(filter(None, kept)), found
 
 
 def write(folder):
