@@ -8,12 +8,35 @@ import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.fast.trial import kv_layout
-from batchlab.core.attention import shared_prefixes
-from batchlab.llm.config import Limits, choose_limits, model_and_tokenizer
+from batchlab.api.plan import simulate
+from batchlab.basics.padding import PaddedEngine
+from batchlab.basics.prefill import Session
+from batchlab.core.attention import TorchBackend, shared_prefixes
+from batchlab.core.engine import Engine, out_of_memory
+from batchlab.core.generation import make_request
+from batchlab.core.runners import PackedRunner
+from batchlab.core.sampling import SamplingRow
+from batchlab.llm.config import (
+    STRATEGIES,
+    Limits,
+    check_compile,
+    check_count,
+    check_quantization,
+    check_strategy,
+    choose_limits,
+    context_limit,
+    free_memory,
+    model_and_tokenizer,
+    probe_model,
+    rope_side,
+    rope_switch,
+    select_runner,
+    weights_digest,
+)
 from batchlab.fast.fused import fuse
 from batchlab.fast.int8 import Int8Linear
 from batchlab.fast.kernels import KernelStep, TiledCache, load_kernels
-from batchlab.errors import EngineError, ParamError, UnsupportedModelError
+from batchlab.errors import EngineError, ModelError, ParamError, UnsupportedModelError
 from batchlab.api import LLM
 from batchlab.models import TINY_ARCHS, eos_token_ids, tiny_model, tiny_tokenizer
 from batchlab.llm.outputs import RequestGroup, RequestOutput
@@ -913,3 +936,418 @@ def test_a_thread_that_leaves_the_steps_to_another_keeps_no_workers(monkeypatch)
     llm.generate("Hi", dict(max_tokens=2))
     assert released.count(mine) == 3
     llm.stop()
+
+
+# --- the engine by itself
+
+
+def request(prompt, n=8, **kw):
+    params = SamplingParams(**(dict(temperature=0, max_tokens=n) | kw))
+    return make_request(SamplingRow.make(params, prompt, {2}))
+
+
+def seeded(prompts=PROMPTS):
+    return [request(p, temperature=1.0, seed=3, ignore_eos=True) for p in prompts]
+
+
+def run_engine(requests, execute=lambda batch: None, watch=(), **limits):
+    "The engine that ran `requests`, on a runner that calls `execute(batch)` first."
+    model = tiny_model("llama")
+
+    class Runner(PackedRunner):
+        def execute(self, batch):
+            execute(batch)
+            return super().execute(batch)
+
+    runner = Runner(TorchBackend(model, kv_layout(model)))
+    engine = Engine(Scheduler(**limits), runner, list(watch))
+    for r in requests:
+        engine.scheduler.add(r)
+    while engine.scheduler.has_unfinished:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            assert not engine.scheduler.running and not engine.runner.nbytes
+    return engine
+
+
+def tokens(requests):
+    return [r.output_ids for r in requests]
+
+
+def in_call(number, fault):
+    "Raises `fault` in the call of this number."
+    calls = itertools.count(1)
+
+    def execute(batch):
+        if next(calls) == number:
+            raise fault
+
+    return execute
+
+
+@pytest.mark.parametrize(
+    "error, is_memory",
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError(), True),
+        (RuntimeError("can't allocate memory: you tried"), True),
+        (RuntimeError("shape"), False),
+    ],
+)
+def test_errors_that_mean_that_memory_ran_out(error, is_memory):
+    assert out_of_memory(error) == is_memory
+
+
+def test_random_numbers_begin_again_behind_the_tokens_that_a_request_has():
+    r = request([5], temperature=1.0, seed=7)
+    numbers = [r.task.row.uniform() for _ in range(4)]
+    r.output_ids += [11, 12]  # of the first two
+    r.task.rewind(r)
+    assert [r.task.row.uniform() for _ in range(2)] == numbers[2:]
+
+
+@pytest.mark.parametrize("event", ["forward", "sample"])
+def test_a_step_that_broke_is_computed_again_with_the_same_random_numbers(event):
+    free, broken, steps = seeded(), seeded(), itertools.count(1)
+    run_engine(free)
+
+    def watch(engine, what, x):
+        if what == event and next(steps) == 4:
+            raise torch.OutOfMemoryError("no more")
+
+    run_engine(broken, watch=[watch])
+    assert tokens(broken) == tokens(free)
+
+
+def test_where_memory_ends_fewer_run_and_one_that_is_too_much_alone_fails(caplog):
+    caplog.set_level(logging.CRITICAL, "batchlab")
+    short = [[9, 8, 7], [20], [4] * 12, list(range(30, 37))]
+    free, tight, alone = seeded(short), seeded(short) + [request([5] * 70, 4)], []
+
+    def small(batch):
+        if sum(batch.seq_lens) > 26:
+            alone.append(len(batch))
+            raise torch.OutOfMemoryError("no more")
+
+    run_engine(free)
+    engine = run_engine(tight, small)
+    assert tokens(tight[:-1]) == tokens(free) and engine.ledger.recomputed > 0
+    assert [r.finish_reason for r in tight] == ["length"] * len(free) + ["error"]
+    assert "out of memory with this request alone" in tight[-1].error
+    assert engine.scheduler.max_num_seqs == 1 in alone
+
+
+def test_a_crash_ends_the_requests_of_its_step(caplog):
+    caplog.set_level(logging.CRITICAL, "batchlab")
+    seen, requests = [], [request(p) for p in PROMPTS]
+    crash = in_call(3, RuntimeError("a fuse blew"))
+    engine = run_engine(requests, crash, [lambda e, event, x: seen.append(event)], max_num_seqs=2)
+    assert [r.finish_reason == "error" for r in requests] == [True, True] + [False] * 3
+    assert requests[0].error == "the step failed with RuntimeError: a fuse blew"
+    assert tokens(requests[2:]) == oracle(tiny_model("llama"), PROMPTS[2:], 8, {2})
+    assert not engine.scheduler.pool.num_held and seen.count("broke") == 1
+    assert seen[10:13] == ["begin", "schedule", "broke"]
+    assert {seen.count(e) for e in ("forward", "sample", "text")} == {engine.num_steps}
+
+
+def test_ctrl_c_is_raised_and_the_next_step_goes_on():
+    free, stopped = seeded(), seeded()
+    run_engine(free)
+    run_engine(stopped, in_call(3, KeyboardInterrupt()), max_num_seqs=2)
+    assert tokens(stopped) == tokens(free)
+    assert [r.num_preemptions for r in stopped] == [0] * 5
+
+
+def test_memory_follows_the_tokens_and_reset_gives_it_back():
+    model, process = tiny_model("llama", head_dim=256), psutil.Process()
+    runner = PackedRunner(TorchBackend(model, kv_layout(model)), num_blocks=20_000)
+    engine = Engine(Scheduler(max_num_seqs=64, max_num_batched_tokens=1024), runner)
+
+    def serve(n):
+        for i in range(n):
+            engine.scheduler.add(request([5 + i] * 100, 4, ignore_eos=True))
+        while engine.scheduler.has_unfinished:
+            engine.step()
+
+    serve(2)  # what torch takes once
+    serve(64)
+    before, touched = process.memory_info().rss, runner.nbytes
+    assert touched < runner.cache.num_blocks * runner.cache.block_bytes / 50
+    engine.reset()
+    assert not runner.nbytes and before - process.memory_info().rss > touched * 0.9
+
+
+# --- how a model runs
+
+
+def longrope():
+    "A model that rotates all rows of a batch otherwise if one of them is longer than 16 tokens."
+    factors = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+    rope = dict(rope_type="longrope", rope_theta=10_000.0, **factors)
+    switch = dict(original_max_position_embeddings=16)
+    return tiny_model(
+        "phi3", seed=3, max_position_embeddings=128, rope_parameters=rope | switch, **switch
+    )
+
+
+AROUND = [[7, 8, 9], list(range(40, 52)), list(range(60, 85)), list(range(90, 130))]
+
+
+def test_how_a_model_runs_is_found_out():
+    tiny, mamba, bloom = (tiny_model(name) for name in ("llama", "mamba", "bloom"))
+    assert probe_model(tiny)[:2] == ([(2, 16, 16)] * 2, None)
+    assert (probe_model(mamba)[:2], probe_model(bloom)[:2]) == ((None, False), (None, True))
+    with pytest.raises(UnsupportedModelError, match="BertLMHeadModel is not causal"):
+        probe_model(tiny_model("bert"))
+    with pytest.raises(UnsupportedModelError, match="load one with AutoModelForCausalLM"):
+        probe_model(tiny.model)
+    model = longrope()
+    assert [rope_switch(m) for m in (model, tiny, tiny_model("gemma3"))] == [16, None, None]
+    sides = [rope_side(Session(p, 8), 16) for p in AROUND]
+    assert sides == ["below", "across", "beyond", "beyond"]
+    row = lambda n, **kw: request([5] * n, 4, **kw)
+    rows = row(3), row(3, prompt_logprobs=0), row(14), row(20)
+    way = lambda m: [
+        select_runner(r, rope_switch(m), *probe_model(m, True, rope_switch(m))[:2]) for r in rows
+    ]
+    assert way(tiny) == ["packed"] * 4 and way(mamba) == ["solo"] * 4
+    assert way(bloom) == ["padded", "solo", "padded", "padded"]
+    assert way(model) == ["packed", "packed", "solo", "beyond"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_that_changes_with_its_longest_row(strategy):
+    model = longrope()
+    want = oracle(model, AROUND, 8)
+    assert PaddedEngine(model).run(AROUND, 8)[0] != want[0], "rows change with their company"
+    llm = LLM(model, strategy=strategy)
+    assert ids(llm.generate(AROUND, GREEDY | dict(max_tokens=8))) == want
+    for p, w in zip(AROUND, want):
+        if rope_side(Session(p, 8), 16) != "across":  # there some versions keep its old keys
+            assert generated(model, p, 8) == w
+
+
+def test_three_engines_share_one_budget():
+    model, most = longrope(), []
+    llm = LLM(model, kv_cache_bytes=256 * 2 * 2 * 2 * 16 * 4, max_num_seqs=4)
+    llm.watchers.append(lambda engine, event, x: most.append(sum(llm.budget.claims.values())))
+    outs = llm.generate(AROUND * 4, GREEDY | dict(max_tokens=8))
+    assert ids(outs) == oracle(model, AROUND, 8) * 4
+    assert llm.budget.limit == 256 >= max(most)
+    assert sorted(llm.engines) == ["beyond", "packed", "solo"]
+
+
+@pytest.mark.parametrize("arch", ["mamba", "bloom", "recurrent_gemma"])
+def test_models_that_do_not_run_packed_say_so_once(arch, caplog):
+    llm = LLM(tiny_model(arch))
+    assert ids(llm.generate(PROMPTS, GREEDY)) == oracle(llm.model, PROMPTS, 10)
+    assert len([r for r in caplog.records if "ForCausalLM" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sampled_answers_do_not_depend_on_what_runs_beside(strategy, size):
+    model, tok = tiny_model("llama"), tiny_tokenizer()
+    kind = dict(max_tokens=12, temperature=1.2, top_p=0.9, repetition_penalty=1.1)
+    own = [SamplingParams(seed=i, n=1 + i % 3, **kind) for i in range(7)]
+    words = ["a", "some words", "a rather longer prompt", "x y z", "?", "the end", "one more"]
+    answers = lambda outs: [[c.token_ids for c in o.outputs] for o in outs]
+    one = LLM(model, tok)
+    alone = [answers(one.generate(w, p))[0] for w, p in zip(words, own)]
+    llm = LLM(model, tok, strategy=strategy, max_num_seqs=size)
+    assert answers(llm.generate(words, own)) == alone
+    # the third of three is that of the seed two higher
+    assert answers(one.generate("the end", dict(seed=7, **kind)))[0] == alone[5][2:]
+
+
+# --- limits and arguments
+
+
+def test_limits_of_a_model():
+    model = tiny_model("llama")
+    limits = functools.partial(choose_limits, model, kv_layout(model))
+    assert (context_limit(model), context_limit(model, 20)) == (256, 20)
+    assert free_memory(model.device) > 0
+    assert limits(kv_cache_bytes=2**20).max_model_len == 256
+    assert limits(kv_cache_bytes=70_000).max_model_len == 128
+    for how, words in (
+        (dict(kv_cache_bytes=100), "raise kv_cache_bytes"),
+        (dict(max_num_seqs=64, max_num_batched_tokens=64), "must be more than max_num_seqs=64"),
+        (dict(max_model_len=200, kv_cache_bytes=70_000), "lower it, or raise"),
+    ):
+        with pytest.raises(ParamError, match=words):
+            limits(**how)
+    with pytest.raises(ParamError, match="lower it"):
+        context_limit(model, 10**9)
+
+
+@pytest.mark.parametrize(
+    "check, args, words",
+    [
+        (check_strategy, ["fast"], "choose 'loop', 'static'"),
+        (check_compile, ["yes"], "compile must be 'auto', True or False"),
+        (check_quantization, ["int4", "continuous"], "quantization must be None or 'int8'"),
+        (check_quantization, ["int8", "static"], "needs strategy='continuous'"),
+        (check_count, ["max_num_seqs", 0], "max_num_seqs must be"),
+        (model_and_tokenizer, [7, None, "auto", "auto"], "got int"),
+        (model_and_tokenizer, ["./nowhere", None, "auto", "auto"], "no model './nowhere'"),
+    ],
+)
+def test_arguments_that_are_refused(check, args, words):
+    with pytest.raises((ParamError, ModelError), match=words):
+        check(*args)
+
+
+def test_a_models_dtype_is_its_own():
+    model = tiny_model("llama")
+    assert model_and_tokenizer(model, None, "auto", "auto") == (model, None)
+    with pytest.raises(ParamError, match="loaded by name"):
+        model_and_tokenizer(model, None, "bf16", "auto")
+
+
+def test_a_digest_names_the_weights():
+    same, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    assert weights_digest(same) == weights_digest(tiny_model("llama")) != weights_digest(other)
+    assert weights_digest(same) != weights_digest(tiny_model("llama").bfloat16())
+
+
+def test_edges_of_a_call():
+    model = tiny_model("llama")
+    llm = LLM(model, max_model_len=8)
+    assert llm.generate([]) == []
+    (out,) = llm.generate([5, 6], dict(temperature=0, max_tokens=None, ignore_eos=True))
+    assert (len(ids([out])[0]), out.outputs[0].finish_reason) == (6, "length")  # all the context
+    outs = llm.generate([[5] * 7, [5] * 8], dict(max_tokens=4))
+    assert outs[1].outputs[0].finish_reason == "too_long"
+    [[first]] = oracle(model, [[5, 6]], 1)
+    (out,) = llm.generate([5, 6], dict(temperature=0, stop_token_ids=[first]))
+    assert (out.outputs[0].token_ids, out.outputs[0].stop_reason) == ([first], first)
+    with pytest.raises((ParamError, ModelError), match="without a tokenizer"):
+        llm.generate("text")
+    with pytest.raises(ParamError, match="lower it"):
+        LLM(model, max_model_len=10**9)
+    with pytest.raises((ParamError, ModelError), match="got Linear"):
+        LLM(torch.nn.Linear(2, 2))
+    llm.stop()  # never started: nothing to do
+
+
+def test_a_call_that_is_left_early_leaves_nothing():
+    model = tiny_model("llama")
+    llm = LLM(model)
+    model.train()
+    stopping = llm.iter_outputs([[5], [6]], dict(max_tokens=2))
+    assert next(stopping)[1].finished
+    stopping.close()
+    assert not llm.has_unfinished and not llm.stats().slots_in_use
+    given, two = [], dict(max_tokens=2, ignore_eos=True)
+    assert len([*llm.iter_outputs([[5], [6, 7]], two, on_step=given.append)]) == 2
+    assert sum(given) == 4
+    assert model.training and model.model.layers[0].training
+    assert model.config._attn_implementation == "sdpa"
+
+
+# --- events
+
+
+def test_whatever_happens_each_request_ends_once():
+    llm, ends, long = LLM(tiny_model("llama"), tiny_tokenizer()), [], greedy(12)
+
+    def note(name, at_token=None, do=None):
+        seen = []
+
+        def callback(e):
+            seen.extend(e.token_ids)
+            if e.finished:
+                [c] = e.output.outputs
+                ends.append((name, c.finish_reason, len(c.token_ids)))
+            elif at_token == len(seen):
+                do()
+
+        return callback
+
+    llm.add_request([5, 6], long, note("whole"))
+    llm.cancel(llm.add_request([7], long, note("at once")))
+    cancel = lambda: llm.cancel("self")
+    llm.add_request([8], long, note("third token", 3, cancel), request_id="self")
+    llm.add_request([9], long, note("no time"), timeout=1e-9)
+    llm.add_request([10], long, note("broken", 2, lambda: 1 / 0))
+    llm.add_request([11], long, note("steps", 2, llm.step))
+    drain(llm)
+    assert sorted(ends) == [
+        ("at once", "cancelled", 0),
+        ("broken", "error", 2),
+        ("no time", "timeout", 0),
+        ("steps", "error", 2),
+        ("third token", "cancelled", 3),
+        ("whole", "length", 12),
+    ]
+    assert not llm.engines["packed"].scheduler.pool.num_held
+    before = llm.stats()
+    assert before.requests == dict(length=1, cancelled=2, timeout=1, error=2)
+    assert not (before.running or before.waiting or before.slots_in_use or before.blocks_in_use)
+    llm.close()
+    after = llm.stats()
+    assert (after.kv_bytes, after.blocks, after.output_tokens) == (0, 0, before.output_tokens)
+
+
+def test_a_callback_that_fails_ends_the_answers_of_its_prompt_that_still_run(caplog):
+    caplog.set_level(logging.CRITICAL, "batchlab")
+    llm, told = LLM(tiny_model("llama")), []
+
+    def listen(e):
+        told.append((e.completion, e.finish_reason, e.finished))
+        if len(told) == 2:
+            raise ValueError("broken")
+
+    [a, b] = oracle(llm.model, [[5], [5]], 1)
+    llm.add_request([5], dict(n=2, seed=1, max_tokens=2, ignore_eos=True), listen)
+    drain(llm)
+    assert told[-1] == (1, "error", True) and [e for *_, e in told].count(True) == 1
+    assert llm.stats().requests["error"] >= 1 and not llm.groups
+
+
+def test_paused_it_hears_and_makes_no_step():
+    llm, ended, params = LLM(tiny_model("llama")), {}, greedy(8)
+    with llm:
+        llm.pause()
+        llm.add_request([5], params, noting(ended), request_id="kept")
+        llm.add_request([6], params, noting(ended), request_id="cancelled")
+        llm.add_request([7], params, noting(ended), request_id="late", timeout=0.05)
+        llm.cancel("cancelled")
+        until(lambda: len(ended) == 2)
+        reasons = {name: o.outputs[0].finish_reason for name, o in ended.items()}
+        assert reasons == dict(cancelled="cancelled", late="timeout")
+        assert llm.groups["kept"].requests[0].output_ids == []
+        with pytest.raises(EngineError, match="is not done yet: give another id"):
+            llm.add_request([8], request_id="kept")
+        llm.step()
+        assert len(llm.groups["kept"].requests[0].output_ids) == 1
+        llm.resume()
+    assert ended["kept"].outputs[0].finish_reason == "length" and not llm.paused
+
+
+# --- planned, and shared
+
+
+def test_a_plan_is_a_run_without_a_model():
+    head = list(range(100, 180))
+    ask = lambda ends: [Request(str(i), head + [i] * 3, n) for i, n in enumerate(ends)]
+    assert simulate(Scheduler(4), ask([10])) == (1, 2, 0)  # 83 + 10 tokens: two blocks of 64
+    assert simulate(Scheduler(4), ask([10] * 4)) == (4, 5, 240)
+    assert simulate(Scheduler(4, prefix_caching=False), ask([10] * 4))[1:] == (8, 0)
+
+
+def test_prompts_that_begin_alike_are_computed_once():
+    model, head = tiny_model("llama"), list(range(30, 130))
+    prompts = [head + [t] * 3 for t in (5, 6, 7, 8)]
+    cold, warm = (LLM(model, enable_prefix_caching=on) for on in (False, True))
+    want, outs = (llm.generate(prompts, GREEDY) for llm in (cold, warm))
+    assert ids(outs) == ids(want) and not cold.ledger.reused
+    assert [o.num_cached_tokens for o in outs] == [0] + [100] * 3
+    turn = prompts[0] + ids(outs)[0] + [9]
+    (again,) = warm.generate([turn], GREEDY)  # a conversation goes on
+    assert again.num_cached_tokens >= len(prompts[0]) + 8
+    (three,) = warm.generate([head + [40, 41]], dict(n=3, seed=1, max_tokens=4))
+    assert three.num_cached_tokens == 100
+    assert warm.ledger.reused >= 2 * (len(three.prompt_token_ids) - 1)

@@ -347,3 +347,137 @@ def test_json_is_utf_8_in_any_locale(env, tmp_path):
     code = "import os, locale; from batchlab.models import load_model; print(locale.getpreferredencoding(False), load_model(os.environ['T_MODEL'])[0].config.model_type)"
     rc, out, err = done(code, env)
     assert rc == 0 and out.endswith("llama") and "UTF" not in out.upper(), out + err
+
+
+def test_more_wrong_names(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert F.find_model(".") == Path.cwd()
+    for args, words in (
+        ([".", "main"], "a revision is for hub ids"),
+        ([""], "no such folder or file"),
+        (["README.md"], "is a file, and not a .gguf file"),
+    ):
+        with pytest.raises(M.ModelNotFoundError, match=words):
+            F.find_model(*args)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    "`told(text)`: flags and name of the processor of a machine whose /proc/cpuinfo is this text."
+    from batchlab.machine import _cpuinfo, cpu_name, processor_flags
+
+    def clear():
+        _cpuinfo.cache_clear(), processor_flags.cache_clear()
+
+    def machine(text):
+        clear()
+        monkeypatch.setattr(Path, "read_text", lambda self, **how: text)
+        return processor_flags(), cpu_name()
+
+    yield machine
+    monkeypatch.undo()
+    clear()
+
+
+X86 = "processor\t: 0\nmodel name\t: Zen: 5\nflags\t\t: fpu avx2\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd bf16\n"
+WIDE = "avx512f avx512cd avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 avx_vnni"
+
+
+def test_what_a_processor_says_of_itself(told):
+    assert told(f"{X86}\n{X86}\n") == ({"fpu", "avx2"}, "Zen: 5")
+    assert told(ARM) == ({"fp", "asimd", "bf16"}, "")
+    assert told("") == (set(), "")
+
+
+@pytest.mark.parametrize("most, left", [("avx2", set()), ("avx512", {"avx512f"}), ("486", None)])
+def test_what_is_hidden_of_a_processor(told, monkeypatch, most, left):
+    monkeypatch.setenv("BATCHLAB_MAX_CPU", most)
+    zen = X86.replace("avx2", f"avx2 fma bmi2 {WIDE}")
+    if left is None:
+        with pytest.raises(errors.ParamError, match="avx512_bf16, avx512, avx2"):
+            told(zen)
+    else:
+        flags, _ = told(zen)
+        assert {"fpu", "avx2", "fma", "bmi2"} <= flags
+        assert {"avx512_bf16", "avx_vnni", "avx512f"} & flags == left
+
+
+@pytest.mark.parametrize(
+    "flags, fast", [("fpu avx2", False), ("fpu avx512_bf16", True), ("asimd bf16", True)]
+)
+def test_bf16_is_emulated_where_the_processor_lacks_it(flags, fast, monkeypatch):
+    import torch
+
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, bool, raising=False)
+    monkeypatch.setattr("batchlab.models.load.processor_flags", lambda: {*flags.split()})
+    assert M.cpu_has_fast_bf16() == fast
+
+
+def test_devices_and_dtypes():
+    import torch
+
+    assert M.resolve_device("cpu") == torch.device("cpu")
+    assert M.resolve_device().type in ("cpu", "cuda", "mps")
+    for wrong, words in (("meta", "not available here"), ("gpu", "unknown device 'gpu'")):
+        with pytest.raises(M.ModelError, match=words):
+            M.resolve_device(wrong)
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    assert M.resolve_dtype("BF16") == bf16 and M.resolve_dtype(torch.float64) == torch.float64
+    assert M.resolve_dtype("fp16", bf16, "cpu") == fp16  # one that is named is used
+    auto = lambda *on: [M.resolve_dtype("auto", k, *on) for k in (fp32, bf16, fp16)]
+    assert auto("cpu", False) == [fp32, fp32, fp32] and auto("cpu", True) == [fp32, bf16, fp32]
+    for wrong in ("int4", torch.int8):
+        with pytest.raises(M.ModelError, match="unknown dtype"):
+            M.resolve_dtype(wrong)
+
+
+def test_special_tokens():
+    from batchlab.models import _special_ids, eos_token_ids, pad_token_id, start_token_id
+
+    m, t = M.tiny_model("llama"), M.tiny_tokenizer()
+    gpt2 = lambda **none: M.tiny_model("gpt2", **none)
+    assert _special_ids(m, t, "bos_token_id") == [1, 1, 1]
+    m.generation_config.eos_token_id, m.config.eos_token_id = [7, 9], -1
+    assert _special_ids(m, t, "eos_token_id") == [2, 7, 9]
+    assert (eos_token_ids(m, t), eos_token_ids(m)) == ({2, 7, 9}, {7, 9})
+    assert pad_token_id(gpt2(pad_token_id=None)) == 2  # no pad id: EOS
+    assert pad_token_id(gpt2(pad_token_id=None, eos_token_id=None)) == 0
+    assert start_token_id(m, t) == 1 and start_token_id(gpt2(bos_token_id=None)) == 2
+    with pytest.raises(M.ModelError, match="neither: give at least one token"):
+        start_token_id(gpt2(bos_token_id=None, eos_token_id=None))
+
+
+def test_the_length_of_a_context_under_any_of_its_names():
+    from batchlab.models import max_model_len
+
+    assert {max_model_len(M.tiny_model(arch)) for arch in M.TINY_ARCHS} == {256}
+    assert max_model_len(M.tiny_model("mpt", max_seq_len=99)) == 99
+    assert max_model_len(M.tiny_model("mamba")) is None  # a state of fixed size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", " two  spaces \n\t", "café", "日本", "😀", "a <eos> in it", "\x00\x7f"]
+)
+def test_the_tokenizer_of_bytes_brings_any_text_back(text):
+    t = M.tiny_tokenizer()
+    assert t.decode(t(text)["input_ids"]) == text
+    assert t("ab")["input_ids"] == [3 + ord("a"), 3 + ord("b")]
+    assert t.convert_ids_to_tokens(range(3)) == ["<pad>", "<bos>", "<eos>"]
+
+
+def test_a_conversation_without_a_template_or_with_one_that_is_no_file():
+    from batchlab.models import encode, encode_chat
+
+    question, t = [dict(role="user", content="Hi")], M.tiny_tokenizer()
+    assert t.decode(encode_chat(t, question)) == "<bos>user:Hi<eos><bos>assistant:"
+    begun = [*question, dict(role="assistant", content="Well")]
+    goes_on = encode_chat(t, begun, continue_final_message=True)
+    assert t.decode(goes_on) == "<bos>user:Hi<eos><bos>assistant:Well"
+    with pytest.raises(M.ModelError, match="no chat template"):
+        encode_chat(M.tiny_tokenizer(chat=False), question)
+    with pytest.raises(errors.PromptError, match="or the file of one"):
+        encode_chat(t, question, "no file")
+    with pytest.raises(M.ModelError, match="without a tokenizer"):
+        encode(None, "Hi")

@@ -281,7 +281,7 @@ def test_prose_links_to_code(pages):
     methods = {*pages["api/core.engine.html"].ids, *pages["api/api.html"].ids}
     # its prose names that chapter
     assert "03_padding.html" in pages["11_scheduler.html"].links[40:]
-    assert "<math" in pages["74_memory.html"].text and "$a$" not in pages["74_memory.html"].text
+    assert "<math" in pages["76_policies.html"].text and "$a$" not in pages["76_policies.html"].text
     assert {
         "batchlab.api.LLM.generate",
         "batchlab.api.LLM.logprobs",

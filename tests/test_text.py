@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from batchlab import LLM, SamplingParams
 from batchlab.core.text import Detokenizer, IncrementalDecoder, StopScanner
@@ -393,3 +393,53 @@ assert len(llm.generate('x')[0].outputs[0].token_ids) and not asyncio.run(shared
 """
     done = python(code, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+class Stripping(PreTrainedTokenizer):
+    "A tokenizer in Python that strips what it decodes."
+
+    words = ["<unk>", "<s>", "</s>", *"▁ abcdefghij.,\n", "▁the", "▁sea", "é", "日"]
+    vocab_size = property(lambda self: len(self.words))
+
+    def get_vocab(self):
+        return {w: i for i, w in enumerate(self.words)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return self.get_vocab().get(token, 0)
+
+    def _convert_id_to_token(self, index):
+        return self.words[index]
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens).replace("▁", " ").strip()
+
+
+@pytest.mark.parametrize("name", ["byte", "llama", "python"])
+def test_a_stream_of_drawn_ids_is_their_decoding(name):
+    "Bytes that form no character, special tokens in the middle, and characters of a token for each byte."
+    special = dict(unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    t = Stripping(**special) if name == "python" else engine(name).tokenizer
+    rng, size = random.Random(1), len(t)
+    # SentencePiece reads a run of bytes as one, and a broken byte breaks the whole ones before it
+    pieces = [[i] for i in range(size) if not t.convert_ids_to_tokens(i).startswith("<0x")]
+    pieces += [bytes_of(t, c) for c in "aé日😀"] if name == "llama" else []
+    for trial in range(150):
+        skip, n = trial % 2 == 0, rng.randrange(120)
+        drawn = [sum(rng.choices(pieces, k=n), [])]
+        if name == "byte":  # and no byte of these is a letter
+            drawn.append([rng.randrange(131, 259) for _ in range(3 * n)])
+        for ids in drawn:
+            d = IncrementalDecoder(t, skip)
+            whole = t.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert "".join([*map(d.add, ids), d.finish()]) == whole
+
+
+def test_bytes_after_a_whole_character_break_it_in_the_decoding_and_not_in_a_stream():
+    t = engine("llama").tokenizer
+    ids = [*bytes_of(t, "日"), bytes_of(t, "é")[0]]
+    d = IncrementalDecoder(t)
+    assert "日" not in t.decode(ids)
+    assert "".join([*map(d.add, ids), d.finish()]).startswith("日")

@@ -1,0 +1,710 @@
+"A step of rows over blocks, padded rows and rows alone: each row's numbers are those that the model's own code gives it alone."
+
+import itertools, pickle, random, sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from batchlab.core.attention import (
+    PackedStep,
+    TorchBackend,
+    _configs,
+    attend_pieces,
+    attend_plain,
+    both_ways,
+    packed_forward,
+    packed_of,
+    shared_prefixes,
+    span_mask,
+)
+from batchlab.core.batch import make_batch, pack_rows
+from batchlab.core.cache import KVCache, kv_bytes_per_token, kv_shapes, reserve
+from batchlab.core.packing import pack
+from batchlab.core.request import Request, RowOutput
+from batchlab.core.runners import PackedRunner, check_batch
+from batchlab.core.scheduler import Scheduler
+from batchlab.errors import BatchError, Unavailable
+from batchlab.fast.trial import can_pack, kv_layout
+from batchlab.llm.rectangle import PaddedRunner, PaddedScheduler, SoloRunner
+from batchlab.models import TINY_ARCHS, max_model_len, tiny_model
+from helpers import ROOT, generated, oracle
+from invariants import check_invariants, check_pool
+
+sys.path.append(str(ROOT / "nbs"))
+from families import FAMILIES, RUN_PACKED
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SPECIAL = {name: how for name, _, how in FAMILIES}
+MANY = (*TINY_ARCHS, "gemma2", "gpt_oss", "qwen3_moe", "phi", "deepseek_v3", "gemma3n_text")
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def tiny(arch, **more):
+    return tiny_model(arch, **SPECIAL.get(arch, {}) | more)
+
+
+class LoopStep:
+    "A step of one call for each token."
+
+    def __init__(self, cache, batch):
+        self.cache, self.batch, self.calls = cache, batch, 0
+        self.rows = [i for i, n in enumerate(batch.lengths) for _ in range(n)]
+        self.ends = [
+            start + j + 1 for start, n in zip(batch.starts, batch.lengths) for j in range(n)
+        ]
+
+    def attention(self, layer, q, k, v, scaling, window, softcap, sinks, others):
+        self.cache.write(
+            layer, k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor(self.batch.slot_mapping)
+        )
+        out = []
+        for t, (row, end) in enumerate(zip(self.rows, self.ends)):
+            low = 0 if window is None else max(0, end - window)
+            K, V = (
+                x[low:end].transpose(0, 1)[None]
+                for x in self.cache.read(layer, self.batch.block_table[row])
+            )
+            out.append(attend_plain(q[:, :, t : t + 1], K, V, None, scaling, softcap, sinks))
+        self.calls += len(out)
+        return torch.cat(out, 2).transpose(1, 2)  # [1, T, H, Dv]
+
+
+def scatter(needs, seed=0):
+    "For each sequence a table of that many blocks, which lie in no order and leave some out."
+    blocks = random.Random(seed).sample(range(sum(needs) + 3), sum(needs))
+    return [[blocks.pop() for _ in range(n)] for n in needs]
+
+
+def run_step(model, cache, batch, step, prepare=True):
+    "Logits of one `batch`, and the step that attended."
+    if prepare:
+        cache.prepare(batch)
+    packed, last = packed_of(batch)
+    this = step(cache, batch)
+    return packed_forward(model, this, packed, last), this
+
+
+def generate_blocks(
+    model, prompts, caps, step=LoopStep, chunk=1000, size=16, tables=None, cache=None, shared=0,
+    prepare=True, log=None,
+):  # fmt: skip
+    "Greedy tokens, `caps` for each prompt (a number, or one each), by packed steps; sequence i enters in step i. `log` takes the steps."
+    caps = [caps] * len(prompts) if isinstance(caps, int) else caps
+    tables = tables or scatter([-(-(len(p) + n) // size) for p, n in zip(prompts, caps)])
+    if cache is None:
+        cache = KVCache(kv_shapes(model), max(map(max, tables)) + 1, size, model.dtype)
+    tokens, computed, t = [list(p) for p in prompts], [0] + [shared] * (len(prompts) - 1), 0
+    while live := [i for i, p in enumerate(prompts) if len(tokens[i]) < len(p) + caps[i]]:
+        live, t = [i for i in live if i <= t], t + 1
+        rows = [(computed[i], min(chunk, len(tokens[i]) - computed[i]), i) for i in live]
+        rows.sort(key=lambda r: r[1] > 1)
+        if not rows:
+            continue
+        batch = pack_rows(
+            [(tokens[i][start : start + n], start) for start, n, i in rows],
+            [tables[i][: -(-(start + n) // size)] for start, n, i in rows],
+            size,
+        )
+        logits, this = run_step(model, cache, batch, step, prepare)
+        if log is not None:
+            log.append(this)
+        for (_, n, i), token in zip(rows, logits.argmax(-1).tolist()):
+            computed[i] += n
+            if computed[i] == len(tokens[i]):
+                tokens[i].append(token)
+    return [x[len(p) :] for x, p in zip(tokens, prompts)]
+
+
+def nan_cache(model, num_blocks, size=16, shapes=None):
+    cache = KVCache(shapes or kv_layout(model), num_blocks, size, model.dtype)
+    for t in cache.keys + cache.values:
+        t.fill_(torch.nan)
+    return cache
+
+
+# --- families
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_which_families_run_packed(name):
+    model = tiny(name)
+    before = model.config._attn_implementation, [x.training for x in model.modules()]
+    if name in RUN_PACKED:
+        kv_layout(model)
+    else:
+        with pytest.raises(Unavailable):
+            kv_layout(model)
+    assert before == (model.config._attn_implementation, [x.training for x in model.modules()])
+
+
+def test_dtypes_dropout_and_one_head():
+    assert can_pack(tiny_model("llama").to(torch.bfloat16)) and not can_pack(tiny_model("mamba"))
+    assert can_pack(tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train())
+    assert kv_layout(tiny_model("gpt_bigcode")) == [(1, 16, 16)] * 2
+
+
+def test_what_layers_ask_of_attention():
+    asked = []
+
+    class Echo:
+        "A step that gives back the values."
+
+        def attention(self, layer, q, k, v, scaling, window, softcap, sinks, others):
+            asked.append((window, softcap, sinks))
+            return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
+
+    for arch in ("mistral", "gemma2", "gpt_oss"):
+        packed_forward(tiny_model(arch), Echo(), pack([[5, 9, 200, 31, 7]], [0]))
+    assert [window for window, _, _ in asked] == [8, 8, 8, None, 8, None]
+    assert [softcap is not None for _, softcap, _ in asked] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
+    assert [sinks is not None for *_, sinks in asked] == [False] * 4 + [True] * 2
+
+
+def test_sinks_take_a_share_and_caps_bend():
+    keys, one = torch.tensor([[[[1.0], [2.0]]]]), torch.ones(1, 1, 1, 1)
+    share = lambda **kw: attend_plain(one, keys, keys * 0 + 1, None, 1.0, **kw).item()
+    assert share() == pytest.approx(1)
+    with_sink = 1 - torch.tensor([1.0, 2, 2]).softmax(0)[2].item()
+    assert share(sinks=torch.tensor([2.0])) == pytest.approx(with_sink)
+    capped = attend_plain(one, 99 * keys, keys, None, 1.0, softcap=5.0)
+    assert abs(capped.item() - 1.5) < 0.01  # 99 and 198, both bent to 5
+
+
+def test_configs_inside_of_a_config():
+    inside = SimpleNamespace(name="text")
+    outside = SimpleNamespace(
+        sub_configs={"text_config": None, "vision_config": None, "twin": None},
+        text_config=inside,
+        vision_config=None,
+        twin=inside,
+    )
+    assert _configs(outside) == [outside, inside]
+
+
+@pytest.mark.parametrize("name", ["falcon", "gemma3n_text", "gpt2", "mistral"])
+def test_what_a_token_takes_is_seen_and_not_read(name):
+    "Falcon shares one KV head and its config names four; upper layers of gemma3n keep none of their own."
+    model = tiny(name)
+    seen = sum(4 * h * (k + v) for h, k, v in kv_shapes(model))
+    read = kv_bytes_per_token(model.config, torch.float32)
+    assert (seen == read) == (name in ("gpt2", "mistral"))
+
+
+# --- rows over blocks
+
+
+@pytest.mark.parametrize("arch", MANY)
+def test_any_chunks_and_any_blocks(arch):
+    "Lengths from one token to far beyond a window of 8, tables out of order, a cache full of NaN."
+    model, rng = tiny(arch, seed=1), random.Random(arch)
+    prompts = [[rng.randrange(3, 259) for _ in range(n)] for n in (1, 30, 2, 17, 9)]
+    caps, log = [10, 4, 16, 12, 12], []
+    want = oracle(model, prompts, caps)
+    assert [generated(model, p, n) for p, n in zip(prompts, caps)] == want
+    shapes = kv_layout(model)
+    for chunk, size in ((1, 16), (3, 1), (8, 4), (1000, 64)):
+        cache = nan_cache(model, 200, size, shapes)
+        got = generate_blocks(model, prompts, caps, PackedStep, chunk, size, cache=cache, log=log)
+        assert got == want
+    cache = nan_cache(model, 60, 8, shapes)
+    assert generate_blocks(model, prompts, caps, LoopStep, 8, 8, cache=cache) == want
+    assert sum(0 < step.batch.num_decode < len(step.batch) for step in log) > 10
+
+
+@pytest.mark.parametrize("arch", (*TINY_ARCHS, "gemma2", "gpt_oss", "deepseek_v3", "gemma3n_text"))
+def test_a_prefix_whose_blocks_all_rows_name(arch):
+    "A window of 8 ends before its end, across it or behind it."
+    model, rng = tiny(arch, seed=1), random.Random(3)
+    shared = [3 + 11 * i % 250 for i in range(20)]
+    prompts = [shared + [rng.randrange(3, 259) for _ in range(n)] for n in (3, 1, 14, 6)]
+    want, shapes = oracle(model, prompts, 12), kv_layout(model)
+    for size in (1, 4, 20):
+        n, log = 20 // size, []
+        tables = scatter([-(-(len(p) + 12) // size) for p in prompts])
+        tables = [tables[0], *(tables[0][:n] + t[n:] for t in tables[1:])]
+        cache = nan_cache(model, max(map(max, tables)) + 1, size, shapes)
+        how = dict(size=size, tables=tables, cache=cache, shared=20, log=log)
+        assert generate_blocks(model, prompts, 12, PackedStep, **how) == want
+        assert any(len(g.rows) > 1 and g.shared for s in log for g in s.groups)
+
+
+def test_every_chunk_size_beside_a_window():
+    model = tiny_model("mistral")
+    prompts = [list(range(40, 71)), [7], [5, 9, 200, 31, 6, 8, 11, 12, 13]]
+    want = oracle(model, prompts, 9)
+    assert [generated(model, p, 9) for p in prompts] == want
+    for chunk in range(1, 33):
+        assert generate_blocks(model, prompts, 9, PackedStep, chunk, 4) == want
+
+
+def test_blocks_before_a_window_are_not_read():
+    model, reads = tiny_model("mistral"), []
+
+    class Noted(KVCache):
+        def read(self, layer, blocks):
+            if not layer:
+                reads.append((blocks[0], blocks[-1]))
+            return super().read(layer, blocks)
+
+    cache, prompt = Noted(kv_shapes(model), 8, 4), list(range(40, 71))
+    for start in range(0, 31, 8):
+        end = min(start + 8, 31)
+        rows = [(prompt[start:end], start)]
+        run_step(model, cache, pack_rows(rows, [list(range(-(-end // 4)))], 4), PackedStep)
+    assert [first for first, _ in reads] == [0, 0, 2, 4]
+
+
+def test_a_step_puts_zeros_into_blocks_that_it_begins_and_into_no_others():
+    model = tiny_model("llama")
+    prompts = [[5, 9, 200, 31, 7, 8], [7], list(range(40, 61)), [3, 4]]
+    want, cache = oracle(model, prompts, 12), nan_cache(model, 20)
+    how = dict(step=PackedStep, cache=nan_cache(model, 20), prepare=False)
+    assert generate_blocks(model, prompts, 12, **how) != want
+    assert generate_blocks(model, prompts, 12, PackedStep, cache=cache) == want
+    begun = [i for i in range(20) if not cache.keys[0][i].isnan().any()]
+    assert 0 < len(begun) < 20
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 256])
+def test_lengths_around_a_block(size):
+    model = tiny_model("llama")
+    prompts = [[(11 * i + n) % 250 + 5 for i in range(n)] for n in (63, 64, 65, 1, 127)]
+    want, cache = oracle(model, prompts, 6), nan_cache(model, 360, size)
+    assert generate_blocks(model, prompts, 6, PackedStep, size=size, cache=cache) == want
+    if size == 64:  # one row, and a window larger than everything
+        for one, w in zip(prompts, want):
+            assert generate_blocks(model, [one], 6, PackedStep) == [w]
+        wide = tiny_model("mistral", sliding_window=1000)
+        assert generate_blocks(wide, prompts, 6, PackedStep, 50) == oracle(wide, prompts, 6)
+
+
+@pytest.mark.parametrize("arch", (*TINY_ARCHS, "gemma2", "gpt_oss"))
+def test_logits_of_no_position_and_of_all(arch):
+    model = tiny(arch)
+    backend, ids = TorchBackend(model, kv_layout(model)), [(11 * i + 9) % 250 + 5 for i in range(9)]
+    rows, tables = [(ids[:5], 0), (ids, 0)], [[0], [1]]
+    run = lambda at: backend.execute(backend.make_cache(2), pack_rows(rows, tables, 64, at))
+    assert run([]).shape == (0, 259)
+    with torch.inference_mode():
+        close(run(range(14))[5:], model(torch.tensor([ids])).logits[0])
+
+
+def test_tables_that_need_more_blocks_than_there_are():
+    backend = TorchBackend(tiny_model("llama"), kv_shapes(tiny_model("llama")), block_size=16)
+    with pytest.raises(MemoryError, match="block 2 of the KV cache, which has 2"):
+        backend.execute(backend.make_cache(2), pack_rows([([5], 0)], [[2]], 16))
+
+
+def test_a_cache_on_a_machine_without_addresses_takes_half_as_often_as_needed():
+    class SmallMachine(KVCache):
+        def _reserve(self, n):
+            if n > 300:
+                raise MemoryError
+            return super()._reserve(n)
+
+    assert SmallMachine([(1, 1, 1)], num_blocks=1000).num_blocks == 250
+    assert reserve((0, 4), torch.float32, torch.device("cpu")).shape == (0, 4)
+
+
+# --- groups of rows
+
+
+def blocks_read(groups, paths):
+    return sum(n + sum(len(paths[r]) - n for r in rows) for rows, n in groups)
+
+
+def test_groups_read_no_more_than_each_row_alone():
+    assert shared_prefixes([], []) == []
+    assert shared_prefixes([[3]], [0]) == [([0], 0)]
+    assert shared_prefixes([[3, 4], [3, 5], [6]], [1, 1, 0]) == [([0, 1], 1), ([2], 0)]
+    assert shared_prefixes([[3, 4], [3, 4]], [1, 1]) == [([0, 1], 1)]  # both, up to their limit
+    two = shared_prefixes([[1, 2, 3, 4], [1, 2, 3, 5]], [3, 3], unit=2)
+    assert two == [([0, 1], 2)]  # two blocks at a time
+    head = [0, 1, 2, 3, 4, 5]
+    seven = [[*head, n] for n in range(10, 14)] + [[0, 1, 14, 15], [0, 1, 16], [17, 18]]
+    groups = shared_prefixes(seven, [len(p) - 1 for p in seven])
+    assert sorted(groups) == [([0, 1, 2, 3], 6), ([4, 5], 2), ([6], 0)]
+    assert blocks_read(groups, seven) == 17
+    rng = random.Random(0)
+    for _ in range(300):
+        forest = [
+            [rng.randrange(2) + 10 * i for i in range(rng.randint(1, 6))]
+            for _ in range(rng.randint(1, 7))
+        ]
+        found = shared_prefixes(forest, [len(p) - 1 for p in forest])
+        assert sorted(r for rows, _ in found for r in rows) == list(range(len(forest)))
+        for rows, n in found:
+            assert all(forest[r][:n] == forest[rows[0]][:n] and n < len(forest[r]) for r in rows)
+        apart = [([r], 0) for r in range(len(forest))]
+        assert blocks_read(found, forest) <= blocks_read(apart, forest)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, dict(window=6), dict(softcap=2.0), dict(sinks=1), dict(window=6, softcap=2.0, sinks=1)],
+)
+def test_a_shared_piece_and_own_pieces_are_one_softmax(asked):
+    R, S, C, gen = 5, 12, 8, torch.Generator().manual_seed(0)
+    q = torch.randn(R, 6, 16, generator=gen)
+    shared = tuple(torch.randn(S, 2, 16, generator=gen) for _ in range(2))
+    own = tuple(torch.randn(R, C, 2, 16, generator=gen) for _ in range(2))
+    lengths = S + torch.tensor([1, 8, 3, 5, 2])
+    joined = [
+        torch.cat([s.expand(R, -1, -1, -1), o], 1).transpose(1, 2) for s, o in zip(shared, own)
+    ]
+    heads = {k: asked.get(k) for k in ("softcap", "sinks")}
+    if heads["sinks"]:
+        heads["sinks"] = torch.randn(6, generator=gen)
+    mask = span_mask(lengths, 0, S + C, asked.get("window"))[:, None, None]
+    got = attend_pieces(q, shared, own, mask, 0.25, **heads)
+    plain = attend_plain(q[:, :, None], *joined, mask, 0.25, **heads)
+    torch.testing.assert_close(got, plain[:, :, 0])
+
+
+def test_shared_blocks_save_positions_and_columns():
+    model, head = tiny_model("llama"), list(range(30, 62))
+    prompts, caps, size = [head + [5], head + [6, 7, 8], head + [9] * 9], [8, 4, 6], 4
+    want, sharing, apart = oracle(model, prompts, caps), [], []
+    own = scatter([-(-(len(p) + n) // size) for p, n in zip(prompts, caps)])
+    same = [own[0], *(own[0][:8] + t[8:] for t in own[1:])]
+    how = dict(step=PackedStep, size=size)
+    got = generate_blocks(model, prompts, caps, tables=same, shared=32, log=sharing, **how)
+    assert got == want
+    assert generate_blocks(model, prompts, caps, tables=own, log=apart, **how) == want
+    computed = lambda log: sum(s.batch.num_tokens for s in log)
+    columns = lambda log: sum(g.first + len(g.rows) * g.columns for s in log for g in s.groups)
+    assert computed(apart) - computed(sharing) == 2 * 32
+    assert columns(sharing) < columns(apart)
+
+
+class Made(TorchDispatchMode):
+    "Counts the bytes of new tensors (`made`), and of those written in place (`written`)."
+
+    def __init__(self):
+        super().__init__()
+        self.made = self.written = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:
+            out = func.decompose(*args, **kwargs)  # down to operations that do the work
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
+        tensors = lambda tree: [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
+        given = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        for t in tensors(out):
+            if t.untyped_storage().data_ptr() not in given:
+                self.made += t.nbytes
+            elif (name := func._schema.name).endswith("_"):
+                self.written += (args[2] if name.endswith("index_put_") else t).nbytes
+        return out
+
+
+def test_rows_in_neighbouring_blocks_are_read_where_they_are():
+    "A gather copies all that it reads; long rows whose blocks are neighbours are read without one."
+    model, made = tiny_model("llama", num_key_value_heads=4), {}
+
+    class Counted(PackedStep):
+        def attention(self, *args):
+            with counter:
+                return super().attention(*args)
+
+    for name in ("neighbours", "in no order"):
+        n, counter = 8, Made()
+        near = [list(range(i * n, i * n + n)) for i in range(8)]
+        tables = near if name == "neighbours" else scatter([n] * 8)
+        cache = KVCache(kv_shapes(model), 8 * n + 3, 64, model.dtype)
+        for t in cache.keys + cache.values:
+            t.zero_()
+        where = [t.data_ptr() for t in cache.keys + cache.values]
+        run_step(model, cache, pack_rows([([7], 511)] * 8, tables, 64), Counted)
+        assert where == [t.data_ptr() for t in cache.keys + cache.values]
+        made[name] = counter.made
+    assert made["neighbours"] < 0.2 * made["in no order"]
+
+
+# --- rows that see both ways
+
+
+def test_rows_that_see_both_ways():
+    model = tiny_model("llama")
+    assert both_ways(6, None, torch.zeros(1)) is None
+    near = (both_ways(6, 3, torch.zeros(1)) == 0).int().reshape(6, 6)
+    assert near[:2].tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]]
+    texts = [[77], [5, 9, 200, 31, 7], [8, 6, 4], list(range(40, 61))]
+    how = dict(causal=False, hidden=True)
+    both = pack_rows([(t, 0) for t in texts], [[] for _ in texts], 0, range(30), **how)
+    states = lambda t, **more: model.model(torch.tensor([t]), **more).last_hidden_state[0]
+    with torch.inference_mode():
+        see = [states(t, attention_mask=torch.zeros(1, 1, len(t), len(t))) for t in texts]
+        back = torch.cat([states(t) for t in texts])
+    cache = KVCache(kv_shapes(model), 1, 16)
+    packed, last = packed_of(both)
+    got = packed_forward(model, PackedStep(cache, both), packed, last, hidden=True)
+    close(got, torch.cat(see))
+    assert (cache.num_used, PackedStep(cache, both).masked) == (0, 0)
+    assert (got - back).abs().max() > 0.1
+
+
+# --- runners
+
+
+def check_pool_of(scheduler, plan):
+    check_pool(scheduler.pool)
+
+
+def step(scheduler, runner, send=lambda batch: batch, check=check_invariants):
+    "One step of all requests in `scheduler`: greedy tokens, or an error for a row whose logits are NaN. The plan."
+    plan = scheduler.schedule()
+    check(scheduler, plan)
+    logits = runner.execute(send(make_batch(plan, scheduler.block_size)))
+    outs, end = [], 0
+    for row in plan.rows:
+        end += row.num_logits
+        if not row.samples:
+            outs.append(RowOutput())
+        elif logits[end - 1].isnan().any():
+            outs.append(RowOutput(error="its logits are NaN"))
+        else:
+            outs.append(RowOutput([int(logits[end - 1].argmax())], [None]))
+    assert len(logits) == end
+    scheduler.update(plan, outs)
+    return plan
+
+
+def run_all(scheduler, runner, requests, preempt_every=None, send=lambda batch: batch):
+    "Run `requests` to their end: the tokens of each. Every so many steps the last one that runs may lose its slot."
+    for r in requests:
+        scheduler.add(r)
+    for i in itertools.count(1):
+        if not scheduler.has_unfinished:
+            return [r.output_ids for r in requests]
+        if preempt_every and i % preempt_every == 0 and scheduler.running:
+            scheduler.preempt(scheduler.running[-1])
+        step(scheduler, runner, send)
+
+
+def requests_for(prompts, caps):
+    return [Request(str(i), list(p), n) for i, (p, n) in enumerate(zip(prompts, caps))]
+
+
+def whole(seats, **kwargs):
+    return PaddedScheduler(seats, 512, **kwargs)
+
+
+def packed(model, layout=None, block_size=16, num_blocks=512):
+    layout = layout or kv_layout(model)
+    return PackedRunner(TorchBackend(model, layout, block_size=block_size), num_blocks)
+
+
+def ways(model, layout, seats):
+    "Schedulers with the runners that go with them, by name."
+    return {
+        "alone": (whole(seats, recompute=True), SoloRunner(model)),
+        "padded, waves": (whole(seats, barrier=True), PaddedRunner(model)),
+        "padded, prefix": (whole(seats, barrier=True), PaddedRunner(model, share=True)),
+        "padded": (whole(seats), PaddedRunner(model)),
+        "packed": (Scheduler(seats, 24, block_size=16), packed(model, layout)),
+    }
+
+
+def mixed(arch):
+    "Six prompts, four of which begin alike, and how many tokens each is to say."
+    rng = random.Random(arch)
+    some = lambda n: [rng.randrange(3, 259) for _ in range(n)]
+    start = some(18)
+    prompts = [
+        some(1),
+        start + some(12),
+        start + some(40),
+        some(2),
+        start + some(3),
+        start + some(1),
+    ]
+    return prompts, [9, 3, 12, 16, 1, 6]
+
+
+@pytest.mark.parametrize("arch", (*TINY_ARCHS, "gemma2", "gpt_bigcode"))
+def test_all_runners_give_the_models_own_tokens(arch):
+    model, (prompts, n_tokens) = tiny_model(arch, seed=1), mixed(arch)
+    want, layout = oracle(model, prompts, n_tokens), kv_layout(model)
+    assert [generated(model, p, n) for p, n in zip(prompts, n_tokens)] == want
+    runs = {name: (*way, None) for name, way in ways(model, layout, 3).items()}
+    runs["padded, preempted"] = whole(3), PaddedRunner(model), 3
+    cold = Scheduler(3, 24, block_size=16, prefix_caching=False)
+    runs["packed, preempted"] = cold, packed(model, layout), 3
+    for name, (scheduler, runner, every) in runs.items():
+        assert run_all(scheduler, runner, requests_for(prompts, n_tokens), every) == want, name
+        again = scheduler.ledger.recomputed + runner.ledger.recomputed
+        assert (again > 0) == (name == "alone" or bool(every)), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16, 64, 128])
+@pytest.mark.parametrize("arch", (*TINY_ARCHS, "gpt_oss"))
+def test_blocks_of_every_size_in_memory_full_of_nan(arch, size):
+    "Ample memory and short, scattered tables, arrivals at any step, each prompt twice; what is executed is a pickled copy."
+    model, (prompts, n_tokens), rng = tiny_model(arch, seed=1), mixed(arch), random.Random(size)
+    layout, want, copies = kv_layout(model), oracle(model, prompts, n_tokens), []
+
+    def send(batch):
+        copies.extend(batch.copies)
+        return pickle.loads(pickle.dumps(batch))
+
+    for limit in (None, 256):
+        scheduler = Scheduler(4, 24, max_kv_tokens=limit, block_size=size)
+        runner = packed(model, layout, size, max(80, 1024 // size))
+        runner.cache = nan_cache(model, runner.num_blocks, size, layout)
+        if limit is None:  # blocks that stay held scatter the tables
+            for i in rng.sample([scheduler.pool.take() for _ in range(40)], 20):
+                scheduler.pool.release([i])
+        for _ in range(2):
+            todo = requests = requests_for(prompts, n_tokens)
+            while todo or scheduler.has_unfinished:
+                if todo and (rng.random() < 0.4 or not scheduler.has_unfinished):
+                    scheduler.add(todo[0])
+                    todo = todo[1:]
+                step(scheduler, runner, send, check_invariants if limit else check_pool_of)
+            assert [r.output_ids for r in requests] == want
+        check_pool(scheduler.pool)
+        assert scheduler.pool.num_held == (0 if limit else 20) and scheduler.ledger.reused
+    assert copies or size <= 2
+
+
+def test_a_context_that_a_row_fills():
+    model = tiny_model("gpt2")
+    limit, counts = max_model_len(model), [4] + [12] * 9
+    full = [[7] * (limit - 4), *([5, 9 + i] for i in range(9))]
+    assert run_all(whole(10), PaddedRunner(model), requests_for(full, counts)) == oracle(
+        model, full, counts
+    )
+
+
+def test_what_newcomers_share_is_reused():
+    model, head = tiny_model("llama"), list(range(100, 140))
+    ends, found = [head + [9], head + [8, 7, 6], head + list(range(30, 42))], []
+    for share in (False, True):
+        runner = PaddedRunner(model, share=share)
+        logits = runner.execute(pack_rows([(p, 0) for p in ends], [[]] * 3, 0))
+        assert logits.argmax(-1).tolist() == [o[0] for o in oracle(model, ends, 1)]
+        found.append((runner.ledger.reused, -runner.ledger.useful))
+    assert found == [(0, 0), (64, 64)]
+
+
+def test_what_a_runner_can_not_do_is_refused():
+    model = tiny_model("llama")
+    one, every = pack_rows([([5, 6], 0)], [[0]], 4), (SoloRunner, PaddedRunner, packed)
+    for make in every:
+        with pytest.raises(BatchError, match="adapter 2"):
+            make(model).execute(replace(one, adapters=[2]))
+    with pytest.raises(BatchError, match="adapter 3, and SoloRunner has none"):
+        check_batch(replace(one, adapters=[3]), "SoloRunner")
+    with pytest.raises(BatchError, match="both ways do not run with SoloRunner"):
+        SoloRunner(model).execute(replace(one, causal=False))
+    for batch, words in (
+        (pack_rows([(range(4), 0)], [[]], 0, []), "chunked=False"),
+        (pack_rows([(range(6), 4)], [[]], 0), "with 6 of its 10 tokens"),
+        (pack_rows([([5, 6], 0)], [[]], 0, [0, 1]), "prompt_logprobs"),
+        (replace(one, hidden=True), "gives logits, not hidden states"),
+    ):
+        with pytest.raises(BatchError, match=words):
+            PaddedRunner(model).execute(batch)
+
+
+def planted(token):
+    "A tiny model whose embedding of `token` is NaN."
+    model = tiny_model("llama")
+    model.get_input_embeddings().weight[token] = float("nan")
+    return model
+
+
+def test_a_request_whose_logits_are_nan_fails_alone():
+    sick, poison, rng = planted(77), [77, 30, 31, 32, 33, 34], random.Random(6)
+    healthy = [[rng.randrange(100, 259) for _ in range(n)] for n in (1, 30, 3, 2, 12, 4, 1, 5, 2)]
+    want = oracle(sick, healthy, 10)
+    assert not any(77 in o for o in want)
+    for name, (scheduler, runner) in ways(sick, kv_layout(tiny_model("llama")), 3).items():
+        requests = requests_for(healthy, [10] * 9)
+        for at in (0, 2, 5, 8):
+            requests.insert(at, Request(f"bad {at}", [5] * at + poison, 10))
+        run_all(scheduler, runner, requests)
+        assert [r.output_ids for r in requests if not r.error] == want, name
+        failed = [r.request_id for r in requests if r.error]
+        assert failed == ["bad 0", "bad 2", "bad 5", "bad 8"], name
+
+
+def test_blocks_of_a_request_that_failed_are_not_found():
+    sick, well, prompt = planted(77), tiny_model("llama"), list(range(60, 80))
+    layout = kv_layout(well)
+    scheduler, runner = Scheduler(2, 64, block_size=4), packed(sick, layout, 4)
+    first, second = Request("first", prompt, 4), Request("second", prompt + [5], 4)
+    run_all(scheduler, runner, [first])
+    sick.get_input_embeddings().weight[77] = well.get_input_embeddings().weight[77]
+    assert run_all(scheduler, runner, [second]) == oracle(well, [prompt + [5]], 4)
+    ends = first.finish_reason, second.finish_reason, second.num_cached_tokens
+    assert ends == ("error", "length", 0)
+
+
+def test_a_model_in_training_is_left_as_it_was_found():
+    lent, prompts = tiny_model("gpt2"), [[7], [5, 9, 200, 31], list(range(40, 61))]
+    want = oracle(lent, prompts, 8)
+    lent.train()  # it has dropout
+    lent.transformer.h[0].eval()  # and a part that is set apart
+
+    def state():
+        weights = [float(p.sum()) for p in lent.parameters()]
+        return [x.training for x in lent.modules()], lent.config._attn_implementation, weights
+
+    before = state()
+    torch.manual_seed(0)
+    assert oracle(lent, prompts[2:], 8) != want[2:]  # dropout at work
+    for scheduler, runner in ways(lent, kv_layout(lent), 2).values():
+        for r in (requests := requests_for(prompts, [8] * 3)):
+            scheduler.add(r)
+        while scheduler.has_unfinished:
+            step(scheduler, runner)
+            assert state() == before
+        assert [r.output_ids for r in requests] == want
+        with pytest.raises(IndexError):  # a token that is not in the vocabulary
+            run_all(scheduler, runner, [Request("bad", [10_000], 3)])
+        assert state() == before
+
+
+@pytest.mark.parametrize("name", ["alone", "padded, waves", "padded, prefix", "padded", "packed"])
+def test_edges_of_runners(name):
+    model, prompts = tiny_model("llama"), [[7], [5, 9, 200, 31], list(range(40, 61))]
+    layout, limit, counts = kv_layout(model), max_model_len(model), []
+    way = lambda seats: ways(model, layout, seats)[name]
+
+    def send(batch):
+        counts.append(batch.num_tokens)
+        return batch
+
+    assert run_all(*way(1), requests_for(prompts[1:2], [1]), send=send) == oracle(
+        model, prompts[1:2], 1
+    )
+    assert counts == [4]
+    two = prompts[:2] * 2
+    assert run_all(*way(4), requests_for(two, [1] * 4)) == oracle(model, two, 1)
+    assert run_all(*way(1), requests_for(prompts, [6, 3, 8])) == oracle(model, prompts, [6, 3, 8])
+    counts.clear()
+    budget = [list(range(3, 27))]  # exactly the budget
+    assert run_all(*way(2), requests_for(budget, [2]), send=send) == oracle(model, budget, 2)
+    assert counts[0] == 24
+    full = [[9] * (limit - 2), [7]]  # a context filled to its last position
+    assert run_all(*way(2), requests_for(full, [2, 5])) == oracle(model, full, [2, 5])
+
+
+def test_steps_without_logits_and_without_a_cache():
+    model = tiny_model("llama")
+    assert packed(model).execute(pack_rows([(range(3, 11), 0)], [[0]], 16, [])).shape == (0, 259)
+    rows = pack_rows([([7], 0), ([5, 9, 200], 0)], [[], []], 0, causal=False, hidden=True)
+    assert packed(model).execute(rows).shape == (2, model.config.hidden_size)
