@@ -120,7 +120,7 @@ class BatchlabError(Exception):
         place = f"{at.tb_frame.f_globals.get('__name__')}:{at.tb_lineno}" if at else ""
         return Fault(self.field, f"{type(self).__name__} {place}")
 
-
+# %% ../nbs/2_core/errors.ipynb #48a280d1
 class ModelError(BatchlabError):
     "A model or tokenizer can't be loaded or used."
 
@@ -178,7 +178,7 @@ class ParamError(BatchlabError, ValueError):
         self.value, self.want, self.advice = value, want, advice
         self.why = why or str(self)
 
-
+# %% ../nbs/2_core/errors.ipynb #cd7d8aa1
 class BatchError(BatchlabError, ValueError):
     """Rows, caches or limits that no step can be made of: none, an empty row, one too long, or
     limits that contradict each other."""

@@ -16,7 +16,7 @@ from platformdirs import user_cache_dir
 
 from .errors import ModelError, ParamError
 
-
+# %% ../nbs/2_core/machine.ipynb #ea358080
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
     "What /proc/cpuinfo says of the first processor; nothing where there is no such file."
@@ -29,7 +29,7 @@ def _cpuinfo() -> dict[str, str]:
         for key, _, value in (line.partition(":") for line in first.splitlines())
     }
 
-
+# %% ../nbs/2_core/machine.ipynb #b0124705
 _AVX512 = {f"avx512{x}" for x in ("f", "cd", "bw", "dq", "vl")}
 # A processor of each kind, by its name for compilers, and what it has of the instructions that some x86 processors lack.
 LEVELS: dict[str, tuple[str, set[str]]] = dict(
@@ -50,7 +50,7 @@ def _level() -> tuple[str, set[str]] | None:
         )
     return LEVELS[name] if LEVELS[name][1] <= {*_cpuinfo().get("flags", "").split()} else None
 
-
+# %% ../nbs/2_core/machine.ipynb #1cb06eb8
 @functools.cache
 def processor_flags() -> frozenset[str]:
     """What the processor can do, in Linux's words ('flags' on x86, 'Features' on ARM); empty on

@@ -49,11 +49,44 @@ if TYPE_CHECKING:
 Frame = TypeVar("Frame")
 
 # %% auto #0
-__all__ = ['Frame', 'StreamCalls', 'ListCalls', 'ChatCalls', 'first_scored', 'ScoreCalls', 'ChoiceCalls', 'TableCalls', 'LLM']
+__all__ = ['Frame', 'QueueCalls', 'StreamCalls', 'VerifyCalls', 'ListCalls', 'ChatCalls', 'first_scored', 'ScoreCalls',
+           'ChoiceCalls', 'TableCalls', 'LLM']
 
 # %% ../../nbs/2_core/api.ipynb #cf64dca5
-class StreamCalls(LLMBase):
-    "The calls that hand over tokens or results as they come."
+class QueueCalls(LLMBase):
+    "The call that queues a single prompt."
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        stream_callback: Callable[[StreamEvent], object] | None = None,
+        request_id: str | None = None,
+        chat: bool = False,
+        priority: int = 0,
+        timeout: float | None = None,
+        lora_request: AdapterChoice = None,
+    ) -> str:
+        """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in
+        the thread that steps.
+
+        It runs in the background after `start`, or as `step` is called. Raises `EngineError`,
+        `ParamError`, `ModelError`."""
+        no_callback = stream_callback is not None and not callable(stream_callback)
+        if no_callback or isinstance(sampling_params, str):
+            raise ParamError(
+                "add_request takes the prompt first, unlike vLLM: add_request(prompt, "
+                "sampling_params, request_id=…)"
+            )
+        [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
+        name = None if request_id is None else str(request_id)
+        groups = self._groups([read_prompt(prompt, settings, chat)], stream_callback, name)
+        self.submit(groups)
+        return groups[0].request_id
+
+# %% ../../nbs/2_core/api.ipynb #5ceebf9a
+class StreamCalls(QueueCalls):
+    "The calls that yield tokens or results as they come."
 
     def stream(
         self,
@@ -90,37 +123,37 @@ class StreamCalls(LLMBase):
             read_prompts(prompts, chat, sampling_params, priority, timeout, lora_request), on_step
         )
 
-    def add_request(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        stream_callback: Callable[[StreamEvent], object] | None = None,
-        request_id: str | None = None,
-        chat: bool = False,
-        priority: int = 0,
-        timeout: float | None = None,
-        lora_request: AdapterChoice = None,
-    ) -> str:
-        """Queue one prompt; returns its id. `stream_callback(event)` gets each `StreamEvent`, in
-        the thread that steps.
-
-        It runs in the background after `start`, or as `step` is called. Raises `EngineError`,
-        `ParamError`, `ModelError`."""
-        no_callback = stream_callback is not None and not callable(stream_callback)
-        if no_callback or isinstance(sampling_params, str):
-            raise ParamError(
-                "add_request takes the prompt first, unlike vLLM: add_request(prompt, "
-                "sampling_params, request_id=…)"
-            )
-        [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
-        name = None if request_id is None else str(request_id)
-        groups = self._groups([read_prompt(prompt, settings, chat)], stream_callback, name)
-        self.submit(groups)
-        return groups[0].request_id
-
 # %% ../../nbs/2_core/api.ipynb #bcdd609b
-class ListCalls(StreamCalls):
-    "The calls that answer a list of prompts, and the check of their answers."
+class VerifyCalls(StreamCalls):
+    "The check of answers, and the calls that include it."
+
+    def verify(
+        self,
+        outputs: RequestOutput | Sequence[RequestOutput],
+        sample: int | None = 8,
+        seed: int = 0,
+        tolerance: float | None = None,
+    ) -> Report:
+        """Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see
+        `batchlab.tasks.verify.verify`."""
+        from batchlab.tasks.verify import verify
+
+        self.report = verify(self, outputs, sample, seed, tolerance)
+        self.report.log()
+        return self.report
+
+    def _answers(
+        self, prompts: Sequence[ParsedPrompt], use_tqdm: Bar, verify: bool
+    ) -> Outputs[RequestOutput]:
+        "What became of `prompts`, and if that is to `verify` with the `report` of it."
+        outs = self._collect(prompts, use_tqdm)
+        if verify:
+            outs.report = self.verify(outs)
+        return outs
+
+# %% ../../nbs/2_core/api.ipynb #9167dd82
+class ListCalls(VerifyCalls):
+    "The calls that answer a list of prompts, or say what that would take."
 
     def generate(
         self,
@@ -146,30 +179,6 @@ class ListCalls(StreamCalls):
         is no tokenizer for text."""
         read = read_prompts(prompts, False, sampling_params, priority, timeout, lora_request)
         return self._answers(read, use_tqdm, verify)
-
-    def verify(
-        self,
-        outputs: RequestOutput | Sequence[RequestOutput],
-        sample: int | None = 8,
-        seed: int = 0,
-        tolerance: float | None = None,
-    ) -> Report:
-        """Run some of `outputs` again, each alone, and compare: a `Report`. For arguments see
-        `batchlab.tasks.verify.verify`."""
-        from batchlab.tasks.verify import verify
-
-        self.report = verify(self, outputs, sample, seed, tolerance)
-        self.report.log()
-        return self.report
-
-    def _answers(
-        self, prompts: Sequence[ParsedPrompt], use_tqdm: Bar, verify: bool
-    ) -> Outputs[RequestOutput]:
-        "What became of `prompts`, and if that is to `verify` with the `report` of it."
-        outs = self._collect(prompts, use_tqdm)
-        if verify:
-            outs.report = self.verify(outs)
-        return outs
 
     def plan(
         self,
@@ -383,4 +392,5 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
     of adapters to ask for by name, looked at now. Raises `ModelError`, `ParamError`."""
 
 
-suggest_names(ListCalls, ChatCalls, StreamCalls, ScoreCalls, ChoiceCalls, TableCalls, LLM)
+suggest_names(QueueCalls, StreamCalls, VerifyCalls, ListCalls, ChatCalls)
+suggest_names(ScoreCalls, ChoiceCalls, TableCalls, LLM)

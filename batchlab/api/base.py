@@ -48,11 +48,32 @@ if TYPE_CHECKING:
     from batchlab.view.trace import Recorder
 
 # %% auto #0
-__all__ = ['ModelState', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop', 'facts_of', 'Upkeep', 'trim_memory',
-           'Lifetime', 'LLMBase']
+__all__ = ['ModelEngines', 'ModelState', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop', 'facts_of', 'Upkeep',
+           'trim_memory', 'Lifetime', 'LLMBase']
 
 # %% ../../nbs/2_core/base.ipynb #9c61fad8
-class ModelState(BackgroundLoop):
+class ModelEngines(BackgroundLoop):
+    "What the engines of a model know."
+
+    @property
+    def backend(self) -> Backend:
+        return self.engines.backend
+
+    @property
+    def budget(self) -> KVBudget:
+        return self.engines.budget
+
+    @property
+    def weights_digest(self) -> str:
+        return self.engines.weights_digest
+
+    @property
+    def ledger(self) -> Ledger:
+        "The `Ledger` of positions since a call last found the engine idle."
+        return self.engines.ledger
+
+# %% ../../nbs/2_core/base.ipynb #d690edb6
+class ModelState(ModelEngines):
     """A model, what it says of itself, how it can run and within which limits.
 
     `shapes`: of the keys and values of its layers, None if it does not run packed; `paddable`:
@@ -83,25 +104,8 @@ class ModelState(BackgroundLoop):
     limits_fit: tuple[object, ...] | None = None  # what `limits` were chosen for
 
     @property
-    def backend(self) -> Backend:
-        return self.engines.backend
-
-    @property
-    def budget(self) -> KVBudget:
-        return self.engines.budget
-
-    @property
     def max_model_len(self) -> int | None:
         return self.limits.max_model_len
-
-    @property
-    def weights_digest(self) -> str:
-        return self.engines.weights_digest
-
-    @property
-    def ledger(self) -> Ledger:
-        "The `Ledger` of positions since a call last found the engine idle."
-        return self.engines.ledger
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         "The tokenizer. Raises `ModelError` if there is none."
@@ -433,12 +437,10 @@ class LLMBase(Lifetime):
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
         )
-        template = check_template(chat_template)
         check_folders(lora_modules, max_lora_rank)
-        self.load(model, tokenizer, dtype, device, template)
+        self.load(model, tokenizer, dtype, device, check_template(chat_template))
         if enable_lora or lora_modules:
             self.adapters = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
-        # who is told of what happens, and how it can run, found by trying it
         self.watchers = []
         self.delivery = Delivery(self)
         self.engines = EngineSet(self)

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockNames', 'BlockIndex', 'BlockCounts', 'BlockMemory', 'BlockRecords',
-           'BlockPool']
+__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockNames', 'BlockIndex', 'BlockCounts', 'BlockReturns', 'BlockMemory',
+           'BlockRecords', 'BlockPool']
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #blk00007
 import math
@@ -205,7 +205,43 @@ class BlockCounts:
         return more <= 0 or self.budget.has_room(self, (len(self.blocks) + more) * self.block_size)
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #a504c5b1
-class BlockMemory(BlockCounts):
+class BlockReturns(BlockCounts):
+    "Takes blocks back, and keeps what lies in them as long as there is room."
+
+    def share(self, block: int) -> None:
+        "Hold a block as it is, once more."
+        self.cached.pop(block, None)
+        self.blocks[block].refs += 1
+
+    def release(self, table: Sequence[int], keep: bool = True, spare: bool = False) -> None:
+        """Hold the blocks of `table` no longer. What lies in them can still be found, unless
+        `keep` is False; `spare`: see `recent`."""
+        if spare:
+            self.recent.update(table)
+        for i in reversed(table):  # the last first, so that children go before parents
+            b = self.blocks[i]
+            assert b.refs > 0, f"block {i} was released more often than held"
+            b.refs -= 1
+            if b.refs:
+                continue
+            if keep and b.listed:
+                self.cached[i] = None
+            else:
+                self._empty(i)
+                insort(self.free, i)
+
+    def spare_no_more(self) -> None:
+        "What was released so far may be taken again."
+        self.recent.clear()
+
+    def _empty(self, i: int) -> None:
+        "Nothing lies in block `i` any more."
+        self.index.remove(i)
+        b = self.blocks[i]
+        b.token_ids, b.parent, b.hash = [], b"", None
+
+# %% ../../nbs/2_core/10b_blocks.ipynb #6bdd0e04
+class BlockMemory(BlockReturns):
     """Hands out blocks, and takes them back. See `BlockPool`, which finds again what lies in them."""
 
     def take(self, after: int | None = None) -> int | None:
@@ -245,38 +281,6 @@ class BlockMemory(BlockCounts):
                 return False
             table.append(i)
         return True
-
-    def share(self, block: int) -> None:
-        "Hold a block as it is, once more."
-        self.cached.pop(block, None)
-        self.blocks[block].refs += 1
-
-    def release(self, table: Sequence[int], keep: bool = True, spare: bool = False) -> None:
-        """Hold the blocks of `table` no longer. What lies in them can still be found, unless
-        `keep` is False; `spare`: see `recent`."""
-        if spare:
-            self.recent.update(table)
-        for i in reversed(table):  # the last first, so that children go before parents
-            b = self.blocks[i]
-            assert b.refs > 0, f"block {i} was released more often than held"
-            b.refs -= 1
-            if b.refs:
-                continue
-            if keep and b.listed:
-                self.cached[i] = None
-            else:
-                self._empty(i)
-                insort(self.free, i)
-
-    def spare_no_more(self) -> None:
-        "What was released so far may be taken again."
-        self.recent.clear()
-
-    def _empty(self, i: int) -> None:
-        "Nothing lies in block `i` any more."
-        self.index.remove(i)
-        b = self.blocks[i]
-        b.token_ids, b.parent, b.hash = [], b"", None
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #0f693d04
 class BlockRecords(BlockMemory):

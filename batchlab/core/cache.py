@@ -90,12 +90,8 @@ class CacheMemory:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.shapes, self.block_size, self.dtype, self.device = (
-            list(shapes),
-            block_size,
-            dtype,
-            torch.device(device),
-        )
+        self.shapes, self.block_size = list(shapes), block_size
+        self.dtype, self.device = dtype, torch.device(device)
         while True:
             try:
                 self.keys, self.values = self._reserve(num_blocks)
@@ -128,6 +124,15 @@ class CacheMemory:
         "Bytes of the blocks that were used so far."
         return self.num_used * self.block_bytes
 
+    def use(self, batch: Batch) -> None:
+        "Note which blocks `batch` touches. Raises `MemoryError` if the cache has no such block."
+        top = max(map(max, filter(None, batch.block_table)), default=-1)
+        if top >= self.num_blocks:
+            raise MemoryError(
+                f"not enough memory for block {top} of the KV cache, which has {self.num_blocks}"
+            )
+        self.num_used = max(self.num_used, top + 1)
+
 # %% ../../nbs/2_core/10_slots.ipynb #a74868d4
 class KVCache(CacheMemory):
     """Keys and values of all blocks, written in place. Tensors only: who holds which block,
@@ -150,15 +155,6 @@ class KVCache(CacheMemory):
                 t.index_fill_(0, at, 0)
         for source, target, n in batch.copies:
             self.copy(source, target, n)
-
-    def use(self, batch: Batch) -> None:
-        "Note which blocks `batch` touches. Raises `MemoryError` if the cache has no such block."
-        top = max(map(max, filter(None, batch.block_table)), default=-1)
-        if top >= self.num_blocks:
-            raise MemoryError(
-                f"not enough memory for block {top} of the KV cache, which has {self.num_blocks}"
-            )
-        self.num_used = max(self.num_used, top + 1)
 
     def copy(self, source: int, target: int, n: int | None = None) -> None:
         """Copy a block, in all layers; of its first `n` tokens, zeros go behind them: what else

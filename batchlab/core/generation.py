@@ -24,19 +24,12 @@ from batchlab.core.sampling import (
 from .text import Detokenizer
 
 # %% auto #0
-__all__ = ['Generation', 'make_request', 'append_prompt', 'sample_rows']
+__all__ = ['Answer', 'Generation', 'make_request', 'append_prompt', 'sample_rows']
 
 # %% ../../nbs/2_core/generation.ipynb #gen00008
 @dataclass(eq=False)
-class Generation(Task):
-    """The task of writing text: tokens are sampled as `row` says, and `text` turns them into
-    characters.
-
-    `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in
-    a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
-    string or id that ended it. `delta`: text that is settled and not yet sent, `num_sent`: how
-    many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
-    `time.perf_counter`."""
+class Answer(Task):
+    "What a request that writes has so far; for the fields see `Generation`."
 
     row: SamplingRow
     text: Detokenizer
@@ -47,6 +40,27 @@ class Generation(Task):
     num_sent: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
+
+    def finish(self) -> None:
+        self.delta += self.text.finish()
+
+    def send(self, request: Request) -> tuple[str, list[int], list[Any] | None]:
+        "What came since the last call: text, tokens, and their `{id: Logprob}` if asked for."
+        text, start = self.delta, self.num_sent
+        self.delta, self.num_sent = "", len(request.output_ids)
+        logprobs = None if self.logprobs is None else self.logprobs[start:]
+        return text, request.output_ids[start:], logprobs
+
+# %% ../../nbs/2_core/generation.ipynb #b5693caf
+class Generation(Answer):
+    """The task of writing text: tokens are sampled as `row` says, and `text` turns them into
+    characters.
+
+    `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in
+    a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
+    string or id that ended it. `delta`: text that is settled and not yet sent, `num_sent`: how
+    many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
+    `time.perf_counter`."""
 
     def first_output(self, request: Request) -> int:
         known = self.prompt_logprobs
@@ -71,16 +85,6 @@ class Generation(Task):
             return reason
         self.stop_reason = self.text.stopped
         return "stop"
-
-    def finish(self) -> None:
-        self.delta += self.text.finish()
-
-    def send(self, request: Request) -> tuple[str, list[int], list[Any] | None]:
-        "What came since the last call: text, tokens, and their `{id: Logprob}` if asked for."
-        text, start = self.delta, self.num_sent
-        self.delta, self.num_sent = "", len(request.output_ids)
-        logprobs = None if self.logprobs is None else self.logprobs[start:]
-        return text, request.output_ids[start:], logprobs
 
     def rewind(self, request: Request) -> None:
         "Put the random numbers where `output_ids` left them. Does nothing without a seed."

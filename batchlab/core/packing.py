@@ -61,7 +61,7 @@ def check_rows(lengths: Sequence[int], starts: Sequence[int]) -> None:
             f"row {starts.index(min(starts))} starts at {min(starts)}: expected 0 or more"
         )
 
-
+# %% ../../nbs/2_core/packing.ipynb #4e033878
 def ints(
     values: Iterable[int],
     dtype: torch.dtype = torch.int64,

@@ -9,7 +9,7 @@ import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from ..errors import Option, ParamError, check_names, suggest_names, whole_number, written
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['RULES', 'LOGPROBS_MODES', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode', 'StructuredOutputsParams',
-           'SamplingParams']
+           'GivenParams', 'SamplingParams']
 
 # %% ../../nbs/2_core/params.ipynb #132d0887
 _ABOVE_0, _FINITE = (
@@ -138,7 +138,7 @@ def _strings(name: str, v: Any) -> list[str]:
         )
     return list(dict.fromkeys(v))
 
-
+# %% ../../nbs/2_core/params.ipynb #fa30a40d
 def _bad_words(v: Any) -> list[str | list[int]]:
     """`v`, None or words as strings or as lists of token ids, as a list of strings and lists.
     Raises `ParamError`."""
@@ -357,23 +357,62 @@ def _check_together(p: SamplingParams) -> None:
         )
 
 # %% ../../nbs/2_core/params.ipynb #d3cbd773
+class GivenParams:
+    "Settings in any of the forms that they may be given in."
+
+    temperature: float
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @classmethod
+    def of(
+        cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any
+    ) -> SamplingParams:
+        """From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x`
+        leaves unset."""
+        if isinstance(x, SamplingParams):
+            return x
+        if x is None or isinstance(x, dict):
+            own = x or {}
+            check_names(own, SETTINGS)
+            make: Any = cls
+            return make(**{**defaults, **own})
+        transformers = sys.modules.get("transformers")  # whoever made `x` has imported it
+        if transformers and isinstance(x, transformers.GenerationConfig):
+            return _from_generation_config(x, defaults)
+        raise ParamError(
+            "sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
+            f"got {type(x).__name__}"
+        )
+
+    @classmethod
+    def from_generation_config(cls, gc: GenerationConfig, **defaults: Any) -> SamplingParams:
+        """From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses
+        beams and the like."""
+        return _from_generation_config(gc, defaults)
+
+    def clone(self) -> Self:
+        "A copy that may be changed."
+        return copy.deepcopy(self)
+
+# %% ../../nbs/2_core/params.ipynb #bcaf66a5
 @dataclass
-class SamplingParams:
-    """How to sample one request; vLLM's names and defaults. Every field is checked: raises
-    `ParamError`.
+class SamplingParams(GivenParams):
+    """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
 
-    A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words`
-    takes lists of ids besides strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU
-    generator reads the lower 32 bits.
+    A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words` takes lists
+    of ids besides strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower
+    32 bits.
 
-    `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the
-    sampled token and exactly these, in place of the likeliest. `logprobs_mode`: see
-    `token_logprobs`; None takes the `LLM`'s. `prompt_logprobs`: the same of the prompt's tokens,
-    always raw; `prompt_logprob_start`: the first position whose logits are looked at, which tell
-    of the token after it. What lies before that may come from the prefix cache.
-    `truncate_prompt_tokens`: of a longer prompt only so many tokens at its end are used, as
-    `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at
-    least half of the context."""
+    `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the sampled token
+    and exactly these, in place of the likeliest. `logprobs_mode`: see `token_logprobs`; None takes the
+    `LLM`'s. `prompt_logprobs`: the same of the prompt's tokens, always raw; `prompt_logprob_start`: the first
+    position whose logits are looked at, which tell of the token after it. What lies before that may come from
+    the prefix cache. `truncate_prompt_tokens`: of a longer prompt only so many tokens at its end are used, as
+    `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at least half of
+    the context."""
 
     n: int = 1  # answers to each prompt
     presence_penalty: float = 0.0  # against tokens used already
@@ -401,8 +440,7 @@ class SamplingParams:
     detokenize: bool = True  # make text of the tokens
     skip_special_tokens: bool = True  # leave special tokens out of the text
     include_stop_str_in_output: bool = False  # keep the stop text in the answer
-    # JSON of token id to bias, such as {"42": -100}
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = None  # JSON of token id to bias, such as {"42": -100}
     allowed_token_ids: Collection[int] | None = None  # use no ids but these
     # what the answer must be, as JSON such as {"regex": "[0-9]+"} or {"json": SCHEMA}
     structured_outputs: StructuredOutputsParams | None = None
@@ -415,41 +453,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_params(self)
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < 1e-5
-
-    @classmethod
-    def of(
-        cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any
-    ) -> SamplingParams:
-        """From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x`
-        leaves unset."""
-        if isinstance(x, SamplingParams):
-            return x
-        if x is None or isinstance(x, dict):
-            own = x or {}
-            check_names(own, SETTINGS)
-            return cls(**{**defaults, **own})
-        transformers = sys.modules.get("transformers")  # whoever made `x` has imported it
-        if transformers and isinstance(x, transformers.GenerationConfig):
-            return _from_generation_config(x, defaults)
-        raise ParamError(
-            "sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
-            f"got {type(x).__name__}"
-        )
-
-    @classmethod
-    def from_generation_config(cls, gc: GenerationConfig, **defaults: Any) -> SamplingParams:
-        """From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses
-        beams and the like."""
-        return _from_generation_config(gc, defaults)
-
-    def clone(self) -> SamplingParams:
-        "A copy that may be changed."
-        return copy.deepcopy(self)
-
-
+# %% ../../nbs/2_core/params.ipynb #22316ebf
 SETTINGS = tuple(f.name for f in fields(SamplingParams))  # the names of all settings
 suggest_names(SamplingParams, StructuredOutputsParams)
 

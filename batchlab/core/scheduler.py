@@ -28,7 +28,7 @@ def _root(r: Request) -> bytes:
     "What the KV of `r` depends on besides its tokens."
     return b"adapter %d" % r.adapter if r.adapter else b""
 
-
+# %% ../../nbs/2_core/11_scheduler.ipynb #a651084d
 class SlotTable:
     """The requests that run: each has a slot, a seat in the batch, and its keys and values in
     blocks of `pool`.

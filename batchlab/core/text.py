@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['IncrementalDecoder', 'StopScanner', 'Detokenizer']
+__all__ = ['IncrementalDecoder', 'StopScanner', 'DetokenizedText', 'Detokenizer']
 
 # %% ../../nbs/2_core/text.ipynb #58ce2b7f
 import itertools
@@ -90,6 +90,20 @@ class IncrementalDecoder:
         return rest.removeprefix(self.owed)
 
 # %% ../../nbs/2_core/text.ipynb #9b1ea1a5
+def _begun(text: str, words: Sequence[str]) -> int:
+    """How many characters at the end of `text` may begin one of `words`. Takes time by `text`,
+    however long a word is."""
+    most = 0
+    for s in words:
+        at = text.find(s[0], max(0, len(text) - len(s) + 1))
+        while at >= 0 and len(text) - at > most:
+            if s.startswith(text[at:]):
+                most = len(text) - at  # the first is the longest
+            else:
+                at = text.find(s[0], at + 1)
+    return most
+
+# %% ../../nbs/2_core/text.ipynb #ceb2bbed
 class StopScanner:
     """Text in, text out up to the first of the strings `stops`; text that may begin one is held
     back.
@@ -138,22 +152,27 @@ class StopScanner:
         "The text held back."
         return self.add("", last=True)
 
-
-def _begun(text: str, words: Sequence[str]) -> int:
-    """How many characters at the end of `text` may begin one of `words`. Takes time by `text`,
-    however long a word is."""
-    most = 0
-    for s in words:
-        at = text.find(s[0], max(0, len(text) - len(s) + 1))
-        while at >= 0 and len(text) - at > most:
-            if s.startswith(text[at:]):
-                most = len(text) - at  # the first is the longest
-            else:
-                at = text.find(s[0], at + 1)
-    return most
-
 # %% ../../nbs/2_core/text.ipynb #21d13cc7
-class Detokenizer:
+class DetokenizedText:
+    "The text that was given out so far."
+
+    _parts: list[str]
+    _scanner: StopScanner
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    @property
+    def stopped(self) -> str | None:
+        return self._scanner.found
+
+    def _give(self, text: str) -> str:
+        self._parts.append(text)
+        return text
+
+# %% ../../nbs/2_core/text.ipynb #a630acf2
+class Detokenizer(DetokenizedText):
     """The text of one request as it grows, behind `prompt_ids`: whole characters, without
     special tokens, cut at a stop string.
 
@@ -182,18 +201,6 @@ class Detokenizer:
         self._scanner = StopScanner(
             params.stop or (), params.include_stop_str_in_output, params.stop_until or ()
         )
-
-    @property
-    def text(self) -> str:
-        return "".join(self._parts)
-
-    @property
-    def stopped(self) -> str | None:
-        return self._scanner.found
-
-    def _give(self, text: str) -> str:
-        self._parts.append(text)
-        return text
 
     def add(self, token_id: int, ended: bool = False, logprob: Logprob | None = None) -> str:
         """The new text to show, maybe ''. `ended`: this is the EOS or stop token, whose own text

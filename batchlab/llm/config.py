@@ -435,7 +435,7 @@ def weights_digest(model: PreTrainedModel) -> str:
         )
     return h.hexdigest()
 
-
+# %% ../../nbs/2_core/config.ipynb #0620f4fa
 def _sample(x: torch.Tensor) -> torch.Tensor:
     "Up to 256 numbers of `x`, from all over it: `[n]`."
     most = (256, 256, 16, 6)[x.dim()] if x.dim() < 4 else 4

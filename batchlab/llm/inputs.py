@@ -236,7 +236,7 @@ def check_forms(prompts: Sequence[Any], chat: bool) -> None:
     if why:
         raise why
 
-
+# %% ../../nbs/2_core/inputs.ipynb #c789e061
 def chat_options(**options: Any) -> dict[str, Any]:
     """Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its
     template as text. Raises `ParamError`."""
@@ -355,7 +355,7 @@ class ParsedPrompt:
     error: BatchlabError | None = None
     is_prompt: bool = True
 
-
+# %% ../../nbs/2_core/inputs.ipynb #dcf55068
 def parse(prompt: object, chat: bool) -> tuple[str | None, list[int] | None, dict[str, Any] | None]:
     """A prompt or (with `chat`, or as a dict of `messages`) a conversation as
     `(text, ids, talk)`. Raises `PromptError`."""
@@ -382,7 +382,7 @@ def read_prompt(prompt: object, settings: Settings, chat: bool = False) -> Parse
         return ParsedPrompt(settings, *form, error=e.with_traceback(None))
     return ParsedPrompt(settings, *form)
 
-
+# %% ../../nbs/2_core/inputs.ipynb #7e22fb68
 def read_prompts(
     prompts: object,
     chat: bool = False,
@@ -421,7 +421,7 @@ def unreadable(text: str, error: Exception) -> str:
     "Why the tokenizer refuses `text` with `error`."
     return half_character(text) or f"the tokenizer refuses this text ({error})"
 
-
+# %% ../../nbs/2_core/inputs.ipynb #4fbbda57
 def prompt_ids_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -511,7 +511,7 @@ def _log_cut(outs: Sequence[RequestOutput]) -> None:
         max(len(c.token_ids) for c in o.outputs),
     )
 
-
+# %% ../../nbs/2_core/inputs.ipynb #bc9cce17
 def log_failures(outs: Sequence[RequestOutput]) -> None:
     """Log how many of `outs` failed, by the five commonest reasons, with the index of the first
     of each; and how many were cut off in a form."""

@@ -209,7 +209,7 @@ def check_padded(batch: Batch, slots: Collection[int]) -> None:
                 "padded batch takes prompts whole: schedule by a PaddedScheduler"
             )
 
-
+# %% ../../nbs/2_core/rectangle.ipynb #817dbccc
 def groups_alike(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
     """`prompts` by slot, in the groups that are prefilled together: those that begin alike,
     and all others."""

@@ -55,7 +55,7 @@ TABLE_STYLE = """.bl{color-scheme:light dark;--edge:light-dark(#d0d7de,#3a424d);
 .bl code{font-family:var(--jp-code-font-family,ui-monospace,monospace);font-size:12.5px;white-space:pre-wrap;background:none;color:inherit;padding:0 1px}
 """
 
-
+# %% ../../nbs/2_core/shown.ipynb #3d39fbbc
 def esc(text: object) -> str:
     "Text for HTML and SVG: no markup, and no character that XML forbids."
     return html.escape(

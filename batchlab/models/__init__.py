@@ -61,8 +61,8 @@ _all_ = [
 ]
 
 # %% auto #0
-__all__ = ['log', 'ROLES', 'load_model', 'text_of', 'half_character', 'bad_message', 'unknown_role', 'template_text',
-           'check_template', 'with_template', 'hush', 'encode', 'as_templates_know', 'encode_chat', 'max_model_len',
+__all__ = ['log', 'ROLES', 'load_model', 'encode', 'as_templates_know', 'text_of', 'half_character', 'bad_message',
+           'unknown_role', 'template_text', 'check_template', 'with_template', 'hush', 'encode_chat', 'max_model_len',
            'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS',
            'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
            'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError', 'HubUnreachableError',
@@ -99,6 +99,68 @@ def load_model(
         )
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
+
+# %% ../../nbs/3_models/09_models.ipynb #7435f647
+def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is not None:
+        return tokenizer
+    raise ModelError(
+        "this model came without a tokenizer: give prompts as lists of token ids, or pass a "
+        "tokenizer"
+    )
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True
+) -> list[int]:
+    """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by
+    itself.
+
+    Raises `ModelError` without a tokenizer."""
+    return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
+
+# %% ../../nbs/3_models/09_models.ipynb #b42ccfab
+def as_templates_know(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` with their contents as text, and `developer`, the newer name of the role, as
+    `system`. Raises `PromptError`."""
+    known = [{**m} for m in messages]
+    for i, m in enumerate(known):
+        if "content" in m:
+            m["content"] = text_of(m["content"], f"message {i}")
+        if m["role"] == "developer":
+            m["role"] = "system"
+    return known
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
+    "The `template` that was given, or that of `tokenizer`, as it is now. Raises `ModelError`."
+    if found := template_text(template) or getattr(tokenizer, "chat_template", None):
+        return found
+    raise ModelError(
+        "this tokenizer has no chat template: give plain prompts, {option}, or use an "
+        "instruct model",
+        option=Option("chat_template"),
+    )
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    max_len: int | None,
+) -> list[int]:
+    # which a tokenizer keeps: it has to be another one
+    cuts = options.keys() & {"truncation", "padding", "max_length"}
+    twin = make_twin(tokenizer) if cuts else own_tokenizer(tokenizer)
+    apply: Any = twin.apply_chat_template
+    if "return_tensors" in options:
+        raise ValueError("return_tensors: ids come as a list, leave it out")
+    if options["tools"] and "tools" not in str(options["chat_template"]):
+        raise ValueError("it knows no tools: leave them out, or give a chat_template")
+    if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
+        text = apply(messages, **options | dict(tokenize=False, return_dict=False))
+        check_length(tokenizer, text, max_len - 1)
+    return list(apply(messages, **options)["input_ids"])
 
 # %% ../../nbs/3_models/09_models.ipynb #cb0aa4a5
 def text_of(content: Any, where: str = "a message") -> Any:
@@ -225,68 +287,6 @@ def hush(tokenizer: PreTrainedTokenizerBase) -> None:
     or cut."""
     told = "sequence-length-is-longer-than-the-specified-maximum"
     tokenizer.deprecation_warnings = {**getattr(tokenizer, "deprecation_warnings", {}), told: True}
-
-# %% ../../nbs/3_models/09_models.ipynb #7435f647
-def _need_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    if tokenizer is not None:
-        return tokenizer
-    raise ModelError(
-        "this model came without a tokenizer: give prompts as lists of token ids, or pass a "
-        "tokenizer"
-    )
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase | None, text: str, add_special_tokens: bool = True
-) -> list[int]:
-    """The token ids of `text`, `list[int]`, with the special tokens that the tokenizer adds by
-    itself.
-
-    Raises `ModelError` without a tokenizer."""
-    return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
-
-# %% ../../nbs/3_models/09_models.ipynb #b42ccfab
-def as_templates_know(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`messages` with their contents as text, and `developer`, the newer name of the role, as
-    `system`. Raises `PromptError`."""
-    known = [{**m} for m in messages]
-    for i, m in enumerate(known):
-        if "content" in m:
-            m["content"] = text_of(m["content"], f"message {i}")
-        if m["role"] == "developer":
-            m["role"] = "system"
-    return known
-
-
-def _template_of(tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
-    "The `template` that was given, or that of `tokenizer`, as it is now. Raises `ModelError`."
-    if found := template_text(template) or getattr(tokenizer, "chat_template", None):
-        return found
-    raise ModelError(
-        "this tokenizer has no chat template: give plain prompts, {option}, or use an "
-        "instruct model",
-        option=Option("chat_template"),
-    )
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    options: dict[str, Any],
-    max_len: int | None,
-) -> list[int]:
-    # which a tokenizer keeps: it has to be another one
-    cuts = options.keys() & {"truncation", "padding", "max_length"}
-    twin = make_twin(tokenizer) if cuts else own_tokenizer(tokenizer)
-    apply: Any = twin.apply_chat_template
-    if "return_tensors" in options:
-        raise ValueError("return_tensors: ids come as a list, leave it out")
-    if options["tools"] and "tools" not in str(options["chat_template"]):
-        raise ValueError("it knows no tools: leave them out, or give a chat_template")
-    if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
-        text = apply(messages, **options | dict(tokenize=False, return_dict=False))
-        check_length(tokenizer, text, max_len - 1)
-    return list(apply(messages, **options)["input_ids"])
 
 # %% ../../nbs/3_models/09_models.ipynb #chat0002
 def encode_chat(

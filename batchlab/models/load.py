@@ -328,7 +328,7 @@ def _inside(model, key):
         inside(key) or inside(f"{model.base_model_prefix}.{key}")
     )
 
-
+# %% ../../nbs/3_models/load.ipynb #743907b9
 def _check_unused(folder, model, unused, writes):
     """Raise `UnsupportedModelError` if some of the folder's weights that are `unused`, as
     `model` has no place for them, change what comes out.

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['rank', 'BeamSearchSequence', 'BeamSearchInstance', 'run_searches', 'BeamSearchOutput', 'make_search', 'beam_search']
+__all__ = ['rank', 'BeamSearchSequence', 'Beams', 'BeamSearchInstance', 'run_searches', 'BeamSearchOutput', 'make_search',
+           'beam_search']
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00005
 import math
@@ -99,12 +100,8 @@ class BeamSearchSequence:
         return f"BeamSearchSequence({said}, {self.finish_reason}, log probability {self.cum_logprob:.2f})"
 
 # %% ../../nbs/5_tasks/17_strategy.ipynb #str00026
-class BeamSearchInstance:
-    """The beam search of one prompt, without a model: `running` beams want to know their next
-    tokens, `finished` are the best answers yet.
-
-    The arithmetic is that of transformers' `generate` with `early_stopping=False`. `adapter`:
-    the one all its beams have. `error`: why it ended, if it broke off."""
+class Beams:
+    "The beams of one prompt, and how the next are chosen."
 
     def __init__(
         self,
@@ -151,6 +148,14 @@ class BeamSearchInstance:
         if self.running and len(self.finished) == k:
             if self.score(self.running[0].cum_logprob) <= self.finished[-1].score:
                 self.running = []
+
+# %% ../../nbs/5_tasks/17_strategy.ipynb #394a335d
+class BeamSearchInstance(Beams):
+    """The beam search of one prompt, without a model: `running` beams want to know their next
+    tokens, `finished` are the best answers yet.
+
+    The arithmetic is that of transformers' `generate` with `early_stopping=False`. `adapter`:
+    the one all its beams have. `error`: why it ended, if it broke off."""
 
     def tell(self, b: int, top: dict[int, Logprob] | None, error: str | None = None) -> bool:
         """What beam `b` of `advance` wants to know, or why nobody knows it. Whether that was the

@@ -28,7 +28,7 @@ _BEAM_RULES = dict(
     ),
 )
 
-
+# %% ../../nbs/5_tasks/beam_params.ipynb #30f2e150
 @dataclass
 class BeamSearchParams:
     """How `LLM.beam_search` searches; vLLM's names. `max_tokens`: None goes on to the context

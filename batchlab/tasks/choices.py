@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from batchlab.api import StreamCalls
 
 # %% auto #0
-__all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'ChoiceScores', 'answer', 'check_choices',
-           'choices_for', 'choose']
+__all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'ChoiceLogprobs', 'ChoiceScores', 'answer',
+           'check_choices', 'choices_for', 'choose']
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433000e
 def split_choices(
@@ -183,14 +183,8 @@ def ask(llm: StreamCalls, questions: Sequence[Question]) -> None:
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433001e
 @dataclass(repr=False)
-class ChoiceScores:
-    """How likely each choice is after one prompt. What is said of all choices is a dict by
-    choice, in the order given.
-
-    `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them);
-    `token_logprobs`: the log probability of each of them after `prompt_token_ids` and those
-    before it, natural logarithms, and of the end behind them if it counts. `error`: why nothing
-    is known; then the dicts are empty. `lora_request`: the adapter that was asked."""
+class ChoiceLogprobs:
+    "The log probabilities of choices after one prompt, and what follows from them."
 
     prompt_token_ids: list[int]
     token_ids: dict[Any, list[int]]
@@ -229,6 +223,16 @@ class ChoiceScores:
         "The likeliest choice, the first of several; None if there is an error."
         logprobs = self.logprobs
         return max(logprobs, key=lambda c: logprobs[c], default=None)
+
+# %% ../../nbs/5_tasks/33_choices.ipynb #6d319731
+class ChoiceScores(ChoiceLogprobs):
+    """How likely each choice is after one prompt. What is said of all choices is a dict by
+    choice, in the order given.
+
+    `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them);
+    `token_logprobs`: the log probability of each of them after `prompt_token_ids` and those
+    before it, natural logarithms, and of the end behind them if it counts. `error`: why nothing
+    is known; then the dicts are empty. `lora_request`: the adapter that was asked."""
 
     @property
     def line(self) -> str:
@@ -317,7 +321,7 @@ def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Que
     if wave:
         yield wave
 
-
+# %% ../../nbs/5_tasks/33_choices.ipynb #0c411655
 def choose(
     llm: StreamCalls,
     prompts: Prompts,
@@ -334,7 +338,7 @@ def choose(
     one a prompt. A string goes on where the prompt ends: after `'Answer:'` give `' yes'`, with
     its space. With `chat` it is the assistant's answer. `end`: the answer has to end there, so
     that 'New' is not as likely as all that begins with it; any of the model's end tokens will
-    do. The sums are those of `score(prompt + choice)`. `use_tqdm`, `lora_request`: see
+    do. The sums are those of `logprobs(prompt + choice)`. `use_tqdm`, `lora_request`: see
     `LLM.generate`. `to_pandas()` of the result has a column `P(choice)` for each. Raises
     `ParamError`, and `PromptError` if not one is a prompt; a prompt that can't run gets its
     `error`."""

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
-           'signature_of', 'AdapterBounds', 'AdapterMemory', 'AdapterNames', 'Adapters', 'read_modules', 'open_for',
-           'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders',
-           'check_modules', 'LoRACalls']
+           'signature_of', 'AdapterBounds', 'AdapterMemory', 'AdapterNames', 'AdapterFiles', 'Adapters', 'read_modules',
+           'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names',
+           'check_folders', 'check_modules', 'LoRACalls']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -109,71 +109,6 @@ _KEPT_BASE = (
 )  # ways to begin that leave the base model as it is; others may not
 
 # %% ../../nbs/5_tasks/lora.ipynb #7d5cd056
-@dataclass(frozen=True)
-class AdapterConfig:
-    "What `adapter_config.json` says of an adapter, as far as it matters here."
-
-    rank: int
-    alpha: float
-    rslora: bool
-    ranks: dict[str, int]
-    alphas: dict[str, float]
-    base: str | None  # the model it was trained on, if it says so
-
-    @classmethod
-    def read(cls, folder: Path) -> "AdapterConfig":
-        "From `folder`. Raises `AdapterError` if there is none, or if it asks for more than LoRA."
-        file = folder / "adapter_config.json"
-        if not folder.is_dir():
-            raise AdapterError(f"there is no folder {str(folder)!r}: give the one that PEFT wrote")
-        if not file.is_file():
-            raise AdapterError(
-                f"{str(folder)!r} has no adapter_config.json: give the folder that PEFT wrote"
-            )
-        try:
-            d = json.loads(file.read_text(encoding="utf-8"))
-            if why := _more_than_lora(d):
-                raise AdapterError(
-                    f"{why}, and batchlab runs plain LoRA: merge it into the model, or train it "
-                    "without"
-                )
-            return cls(
-                int(d["r"]),
-                float(d["lora_alpha"]),
-                bool(d.get("use_rslora")),
-                {**(d.get("rank_pattern") or {})},
-                {**(d.get("alpha_pattern") or {})},
-                d.get("base_model_name_or_path"),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, OSError) as e:
-            if isinstance(e, AdapterError):
-                raise
-            raise AdapterError(
-                f"{str(file)!r} can't be read as PEFT's configuration ({type(e).__name__}: {e})"
-            ) from e
-
-    def scale(self, module: str, rank: int) -> float:
-        """What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its
-        `rank` is not as configured, or no number comes of it."""
-        try:
-            if rank != (r := _of_pattern(self.ranks, module, self.rank)):
-                raise AdapterError(
-                    f"its weights for {module} have rank {rank}, and adapter_config.json says "
-                    f"{r}: one of the two files is of another adapter"
-                )
-            alpha = _of_pattern(self.alphas, module, self.alpha)
-            scale = float(alpha / (r**0.5 if self.rslora else r))
-        except (re.error, TypeError, ArithmeticError) as e:
-            raise AdapterError(
-                f"adapter_config.json gives no scale for {module} ({e}): save it again"
-            ) from e
-        if not math.isfinite(scale):
-            raise AdapterError(
-                f"adapter_config.json gives {module} a scale of {scale}: save it again"
-            )
-        return scale
-
-# %% ../../nbs/5_tasks/lora.ipynb #32bb0020-1
 def _more_than_lora(d: dict[str, Any]) -> str | None:
     "What a configuration asks for besides plain LoRA, or None."
     if (kind := str(d.get("peft_type")).upper()) != "LORA":
@@ -202,6 +137,75 @@ def _of_pattern(patterns: dict[str, Any], module: str, default: Any) -> Any:
     return next(
         (v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default
     )
+
+# %% ../../nbs/5_tasks/lora.ipynb #ce0580f4
+def _read_config(folder: Path) -> dict[str, Any]:
+    "The fields of the `AdapterConfig` in `folder`."
+    file = folder / "adapter_config.json"
+    if not folder.is_dir():
+        raise AdapterError(f"there is no folder {str(folder)!r}: give the one that PEFT wrote")
+    if not file.is_file():
+        raise AdapterError(
+            f"{str(folder)!r} has no adapter_config.json: give the folder that PEFT wrote"
+        )
+    try:
+        d = json.loads(file.read_text(encoding="utf-8"))
+        if why := _more_than_lora(d):
+            raise AdapterError(
+                f"{why}, and batchlab runs plain LoRA: merge it into the model, or train it without"
+            )
+        return dict(
+            rank=int(d["r"]),
+            alpha=float(d["lora_alpha"]),
+            rslora=bool(d.get("use_rslora")),
+            ranks={**(d.get("rank_pattern") or {})},
+            alphas={**(d.get("alpha_pattern") or {})},
+            base=d.get("base_model_name_or_path"),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as e:
+        if isinstance(e, AdapterError):
+            raise
+        raise AdapterError(
+            f"{str(file)!r} can't be read as PEFT's configuration ({type(e).__name__}: {e})"
+        ) from e
+
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0020-1
+@dataclass(frozen=True)
+class AdapterConfig:
+    "What `adapter_config.json` says of an adapter, as far as it matters here."
+
+    rank: int
+    alpha: float
+    rslora: bool
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+    base: str | None  # the model it was trained on, if it says so
+
+    @classmethod
+    def read(cls, folder: Path) -> "AdapterConfig":
+        "From `folder`. Raises `AdapterError` if there is none, or if it asks for more than LoRA."
+        return cls(**_read_config(folder))
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its
+        `rank` is not as configured, or no number comes of it."""
+        try:
+            if rank != (r := _of_pattern(self.ranks, module, self.rank)):
+                raise AdapterError(
+                    f"its weights for {module} have rank {rank}, and adapter_config.json says "
+                    f"{r}: one of the two files is of another adapter"
+                )
+            alpha = _of_pattern(self.alphas, module, self.alpha)
+            scale = float(alpha / (r**0.5 if self.rslora else r))
+        except (re.error, TypeError, ArithmeticError) as e:
+            raise AdapterError(
+                f"adapter_config.json gives no scale for {module} ({e}): save it again"
+            ) from e
+        if not math.isfinite(scale):
+            raise AdapterError(
+                f"adapter_config.json gives {module} a scale of {scale}: save it again"
+            )
+        return scale
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0022
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
@@ -331,7 +335,7 @@ class Adapter:
     def folder(self) -> Path:
         return Path(self.request.lora_path)
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #76e3c976
 def signature_of(folder: Path) -> tuple:
     "What changes when the files of an adapter are written anew."
 
@@ -528,7 +532,24 @@ class AdapterNames(AdapterMemory):
         )
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0032
-class Adapters(AdapterNames):
+class AdapterFiles(AdapterNames):
+    "Adapters whose files were looked at."
+
+    def _look(self, request: LoRARequest, signature: tuple, old: Adapter | None) -> Adapter:
+        if old and old.signature == signature:
+            return old
+        parts = read_adapter(Path(request.lora_path), self.shapes, self.max_lora_rank)
+        if strange := [n for n in parts if self.bank is not None and n not in self.bank.names]:
+            raise AdapterError(
+                f"it has a part in {strange[0]}, where this model takes none: leave it out of "
+                "target_modules"
+            )
+        ranks = {name: len(part.down) for name, part in parts.items()}
+        number, nbytes = next(self.numbers), self._bytes(ranks)
+        return Adapter(number, request, signature, nbytes, max(ranks.values()))
+
+# %% ../../nbs/5_tasks/lora.ipynb #862a7398
+class Adapters(AdapterFiles):
     """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name
     `(in, out)`; `itemsize`: bytes of a weight.
 
@@ -568,19 +589,6 @@ class Adapters(AdapterNames):
                 self.remove(request.lora_int_id)
             self.current[request.lora_int_id] = self.alive[new.number] = new
             return new
-
-    def _look(self, request: LoRARequest, signature: tuple, old: Adapter | None) -> Adapter:
-        if old and old.signature == signature:
-            return old
-        parts = read_adapter(Path(request.lora_path), self.shapes, self.max_lora_rank)
-        if strange := [n for n in parts if self.bank is not None and n not in self.bank.names]:
-            raise AdapterError(
-                f"it has a part in {strange[0]}, where this model takes none: leave it out of "
-                "target_modules"
-            )
-        ranks = {name: len(part.down) for name, part in parts.items()}
-        number, nbytes = next(self.numbers), self._bytes(ranks)
-        return Adapter(number, request, signature, nbytes, max(ranks.values()))
 
     def remove(self, lora_int_id: int) -> bool:
         """Forget the adapter of that number; whether there was one. Its memory goes with the
@@ -704,7 +712,7 @@ def adapters_for(
 
     return [look_up(llm, s.adapter) for s in settings_for(n, lora_request=lora_request)]
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #04b140d4
 def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:
     """Bytes of the adapters of `groups` that are in memory at once, and the most that adapters
     may take."""
@@ -724,7 +732,7 @@ def adapter_names(llm: LoadedModel) -> list[str]:
     adapters = getattr(llm, "adapters", None)
     return [] if adapters is None else [*adapters.known]
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #cce8c900
 def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = None) -> None:
     """Look at the folders of `modules`, as `read_modules` takes them, as far as that needs no
     model.
@@ -756,7 +764,7 @@ def check_modules(llm: LoadedModel, names: Collection[str] = ()) -> None:
             )
         adapters.admit(name)
 
-
+# %% ../../nbs/5_tasks/lora.ipynb #9813bc01
 class LoRACalls:
     """The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads
     it by itself."""

@@ -17,29 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from ..core.attention import attention_override
-from batchlab.errors import (
-    BatchlabError,
-    ModelError,
-    ParamError,
-    PromptError,
-    PromptTooLongError,
-    UnsupportedModelError,
-    suggest_names,
-)
+from ..errors import BatchlabError, ModelError, ParamError, PromptError
+from ..errors import PromptTooLongError, UnsupportedModelError, suggest_names
 from .lora import AdapterChoices
-from batchlab.llm.inputs import (
-    Bar,
-    PoolingEach,
-    Prompt,
-    Prompts,
-    as_list,
-    check_prompt,
-    is_talk,
-    one_each,
-    prompt_ids_of,
-    read_prompts,
-    unreadable,
-)
+from ..llm.inputs import Bar, PoolingEach, Prompt, Prompts, as_list, check_prompt
+from ..llm.inputs import is_talk, one_each, prompt_ids_of, read_prompts, unreadable
 from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
 from ..llm.outputs import Outputs, RequestOutput
@@ -71,9 +53,10 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'tasks_of',
-           'score_activation_for', 'pooling_of', 'num_types_of', 'PooledModel', 'PoolingCheck', 'Pooler', 'task_of',
-           'layers_of', 'types_of', 'Pooling', 'EncodedText', 'encode_texts', 'too_many', 'text_limit', 'pooling_ids',
-           'admit_pooling', 'pair_up', 'text_and_answer', 'pool_prompts', 'VectorCalls', 'LabelCalls', 'PoolingCalls']
+           'score_activation_for', 'pooling_of', 'num_types_of', 'PooledModel', 'PoolingCheck', 'PoolingEnd', 'Pooler',
+           'task_of', 'layers_of', 'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts', 'too_many',
+           'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'pool_prompts', 'VectorCalls',
+           'StateCalls', 'LabelCalls', 'PoolingCalls']
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -341,8 +324,35 @@ class PoolingCheck(PooledModel):
                 ", of length 1" * self.normalize,
             )
 
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #5b387141
+class PoolingEnd(PoolingCheck):
+    "What is done with states or a vector at the end."
+
+    def _asked(self, p: PoolingParams) -> bool | None:
+        return self.config.use_activation if p.use_activation is None else p.use_activation
+
+    def _finish(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
+        x = x[..., : p.dimensions or None]
+        if self.normalize if p.use_activation is None else p.use_activation:
+            x = nn.functional.normalize(x, dim=-1)
+        # which sentence-transformers cuts last
+        return x[..., : self.size_limit or None] if p.dimensions is None else x
+
+    def _states(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        if p.layers:
+            x = x.transpose(0, 1)
+        if p.positions:
+            n = x.shape[-2]
+            if bad := [i for i in p.positions if not -n <= i < n]:
+                raise PromptError(f"there is no token {bad[0]}: the prompt has {n}")
+            x = x[..., list(p.positions), :]
+        if p.dimensions is not None:
+            x = x[..., : p.dimensions]
+        return nn.functional.normalize(x, dim=-1) if self._asked(p) else x
+
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00031
-class Pooler(PoolingCheck):
+class Pooler(PoolingEnd):
     """What can be made of the hidden states of `model`, and how.
 
     `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it;
@@ -381,29 +391,6 @@ class Pooler(PoolingCheck):
             x = step(x[None])[0]
         return self._finish(p, x)
 
-    def _asked(self, p: PoolingParams) -> bool | None:
-        return self.config.use_activation if p.use_activation is None else p.use_activation
-
-    def _finish(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
-        x = x[..., : p.dimensions or None]
-        if self.normalize if p.use_activation is None else p.use_activation:
-            x = nn.functional.normalize(x, dim=-1)
-        # which sentence-transformers cuts last
-        return x[..., : self.size_limit or None] if p.dimensions is None else x
-
-    def _states(self, p: PoolingParams, x: torch.Tensor) -> torch.Tensor:
-        x = x.float()
-        if p.layers:
-            x = x.transpose(0, 1)
-        if p.positions:
-            n = x.shape[-2]
-            if bad := [i for i in p.positions if not -n <= i < n]:
-                raise PromptError(f"there is no token {bad[0]}: the prompt has {n}")
-            x = x[..., list(p.positions), :]
-        if p.dimensions is not None:
-            x = x[..., : p.dimensions]
-        return nn.functional.normalize(x, dim=-1) if self._asked(p) else x
-
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #7ask0030
 def task_of(row: Row) -> Pooling:
     "The task of `row`, which pools."
@@ -429,6 +416,18 @@ def types_of(rows: Sequence[Row], tasks: Sequence[Pooling]) -> list[int]:
         types = task.token_types or [0] * row.request.num_tokens
         found += types[row.start : row.start + row.n_tokens]
     return found
+
+
+def pool_row(task: Pooling, states: torch.Tensor, ids: Sequence[int]) -> RowOutput:
+    "Let `task` pool all its `states`, those of tokens `ids`: its end, or its error."
+    try:
+        # a view would keep the states of the whole step
+        task.pooled = task.pooler(task.params, states, ids).clone()
+    except BatchlabError as e:
+        return RowOutput(error=str(e))
+    except Exception as e:
+        return RowOutput(error=f"its states could not be pooled ({type(e).__name__}: {e})")
+    return RowOutput(finish_reason="stop")
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00041
 @dataclass(eq=False)
@@ -489,14 +488,7 @@ class Pooling(Task):
             return RowOutput()
         whole = self.states[0] if len(self.states) == 1 else torch.cat(self.states)
         self.states = []
-        try:
-            # a view would keep the states of the whole step
-            self.pooled = self.pooler(self.params, whole, request.prompt_ids).clone()
-        except BatchlabError as e:
-            return RowOutput(error=str(e))
-        except Exception as e:
-            return RowOutput(error=f"its states could not be pooled ({type(e).__name__}: {e})")
-        return RowOutput(finish_reason="stop")
+        return pool_row(self, whole, request.prompt_ids)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00051
 class EncodedText(str):
@@ -531,7 +523,7 @@ def encode_texts(
 
     return [encoded() if is_plain else t for t, is_plain in zip(prompts, plain)]
 
-
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #4b2961f2
 def too_many(limit: int) -> str:
     "How the message of a text of more than `limit` tokens goes on."
     return f"and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)"
@@ -758,7 +750,7 @@ def pool_prompts(
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #02661786
 class VectorCalls:
-    "The calls that give vectors, or hidden states as they are."
+    "The call that gives vectors."
 
     pooler: Pooler
 
@@ -792,6 +784,10 @@ class VectorCalls:
             prompt_name=prompt_name,
         )
 
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #6038b915
+class StateCalls(VectorCalls):
+    "The call that gives hidden states as they are."
+
     def encode(
         self,
         prompts: Prompts,
@@ -823,7 +819,7 @@ class VectorCalls:
         )
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #c03aa5c7
-class LabelCalls(VectorCalls):
+class LabelCalls(StateCalls):
     "The calls that ask a head."
 
     def classify(
@@ -916,4 +912,4 @@ class PoolingCalls(LabelCalls):
         return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))
 
 
-suggest_names(VectorCalls, LabelCalls, PoolingCalls)
+suggest_names(VectorCalls, StateCalls, LabelCalls, PoolingCalls)

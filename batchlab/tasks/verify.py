@@ -19,9 +19,10 @@ from ..core.generation import Generation, make_request
 from .structured import grammar_for
 from ..llm.inputs import check_prompt
 from ..core.params import SamplingParams
-from ..llm.pooled import PoolingRequestOutput
+from ..llm.pooled import PoolingRequestOutput, ScoringRequestOutput
 from batchlab.core.sampling import (
     SamplingRow,
+    draw,
     probabilities,
     processed_logits,
     reported_logits,
@@ -35,55 +36,7 @@ if TYPE_CHECKING:
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
 
 # %% auto #0
-__all__ = ['replay', 'Divergence', 'check_answer', 'Report', 'verify', 'numbers_of', 'check_vector']
-
-# %% ../../nbs/5_tasks/16_verify.ipynb #632b67a2
-from ..llm.pooled import ScoringRequestOutput
-from ..core.sampling import draw
-
-# %% ../../nbs/5_tasks/16_verify.ipynb #a0632bd7
-def could_draw(
-    logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.0
-) -> bool:
-    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by
-    `slack`.
-
-    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no
-    `u`: it takes `token` if raising that alone makes it the best."""
-    ids = torch.arange(len(logits), device=logits.device)
-
-    def raised(some: torch.Tensor) -> torch.Tensor:
-        "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
-        return torch.where(some, logits + slack, logits - slack)
-
-    if u is None or row.params.greedy:
-        return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
-    # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
-    # with `token` and those behind it raised the largest; in between lies all that may happen.
-    p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
-    smallest, largest = draw(p, torch.tensor([u, u], dtype=torch.float64, device=p.device)).tolist()
-    return smallest <= token <= largest and bool((p[:, token] > 0).all())
-
-# %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
-def why_not(out: RequestOutput | PoolingRequestOutput) -> str | None:
-    """Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or
-    None."""
-    if out.error:
-        return f"it failed: {out.error}"
-    if isinstance(out, PoolingRequestOutput):
-        if isinstance(out, ScoringRequestOutput) and (
-            out.params is None or out.params.task != "score"
-        ):
-            return "it is the cosine of two vectors: give these"
-        return (
-            None
-            if out.params and out.prompt_token_ids
-            else "it lacks its params or its prompt_token_ids"
-        )
-    if not any(c.token_ids for c in out.outputs):
-        return f"{out.outputs[0].finish_reason}, before its first token"
-    if out.params is None or not out.prompt_token_ids:
-        return "it lacks its params or its prompt_token_ids"
+__all__ = ['replay', 'Divergence', 'check_answer', 'Findings', 'Report', 'verify', 'numbers_of', 'check_vector']
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #1cdf3d0f
 @torch.inference_mode()
@@ -113,6 +66,29 @@ def replay(
     with attention_override(model):
         logits = model(torch.tensor([ids], device=model.device), use_cache=False, **keep).logits[0]
     return (logits if keep else logits[at]).float()
+
+# %% ../../nbs/5_tasks/16_verify.ipynb #a0632bd7
+def could_draw(
+    logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.0
+) -> bool:
+    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by
+    `slack`.
+
+    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no
+    `u`: it takes `token` if raising that alone makes it the best."""
+    ids = torch.arange(len(logits), device=logits.device)
+
+    def raised(some: torch.Tensor) -> torch.Tensor:
+        "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
+        return torch.where(some, logits + slack, logits - slack)
+
+    if u is None or row.params.greedy:
+        return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
+    # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
+    # with `token` and those behind it raised the largest; in between lies all that may happen.
+    p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
+    smallest, largest = draw(p, torch.tensor([u, u], dtype=torch.float64, device=p.device)).tolist()
+    return smallest <= token <= largest and bool((p[:, token] > 0).all())
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #982acabb
 def gap_to(
@@ -479,62 +455,10 @@ def check_answer(
                 found += check_logprobs(a, s, alone, tolerance)
     return sorted(found, key=lambda d: d.index)
 
-# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
-
-
-def _headline(r: Report) -> str:
-    found = "all equal" if r.tokens else "nothing to compare"
-    if r.divergences:
-        found = (
-            f"{_count(len(r.divergences) - len(r.bugs), 'near-tie')}, {_count(len(r.bugs), 'bug')}"
-        )
-    if any(d.what == "token" for d in r.divergences):
-        found += f", largest gap {r.max_gap:.2g}"
-    if r.rounded:
-        found += f" (transformers' own arithmetic takes another token by {_count(len(r.rounded), 'near-tie')})"
-    some = f"{r.requests:,} of " if r.requests < r.total else ""
-    line = f"{some}{_count(r.total, 'request')}, {_count(r.tokens, 'token')}: {found}"
-    if r.unseeded:
-        line += (
-            f"; {_count(r.unseeded, 'answer')} without a seed, of which only: they were possible"
-        )
-    if r.unchecked:
-        line += f"; log probabilities of {_count(r.unchecked, 'answer')} not checked: processed, with a filter"
-    return line + (f"; {len(r.skipped)} skipped" if r.skipped else "")
-
-
-def _table(found: Sequence[Divergence]) -> list[str]:
-    "The lines of a table in markdown, none for nothing."
-    cell = lambda x: str(x).replace("|", "\\|").replace("`", "'")
-    head = ["kind", "request", "what", "in the batch", "alone", "gap", "tolerance"]
-    rows = [
-        [
-            d.kind,
-            d.name,
-            f"{d.what} {d.index}",
-            d.show(0),
-            d.show(1),
-            f"{d.gap:.2g}",
-            f"{d.tolerance:.2g}",
-        ]
-        for d in found
-    ]
-    lines = (head, ["---"] * len(head), *rows) if rows else ()
-    return [f"| {' | '.join(map(cell, line))} |" for line in lines]
-
-# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e-1
+# %% ../../nbs/5_tasks/16_verify.ipynb #12678758
 @dataclass
-class Report:
-    """What `verify` found; `ok` if no bug. In a notebook it shows itself as a table.
-
-    `total`: outputs given, `requests`: those run again, `tokens`: in their answers.
-    `divergences`: each `Divergence`, those of an answer by index. `skipped`: `(request_id, why)`
-    of outputs that could not be compared. `unseeded`: answers sampled without a seed, whose
-    tokens are only known to be possible. `unchecked`: answers with log probabilities that can't
-    be compared. `rounded`: where transformers' arithmetic, which rounds otherwise, would take
-    another token by a near-tie, and the engine alone does not."""
+class Findings:
+    "What was found, and in how much."
 
     total: int = 0
     requests: int = 0
@@ -569,6 +493,52 @@ class Report:
         for d in self.divergences:
             found.setdefault((d.request_id, d.completion, d.kind), d)
         return sorted(found.values(), key=lambda d: d.kind)  # 'bug' before 'tie'
+
+# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" + ("" if n == 1 else "s")
+
+
+def _headline(r: Report) -> str:
+    found = "all equal" if r.tokens else "nothing to compare"
+    if r.divergences:
+        found = (
+            f"{_count(len(r.divergences) - len(r.bugs), 'near-tie')}, {_count(len(r.bugs), 'bug')}"
+        )
+    if any(d.what == "token" for d in r.divergences):
+        found += f", largest gap {r.max_gap:.2g}"
+    if r.rounded:
+        found += f" (transformers' own arithmetic takes another token by {_count(len(r.rounded), 'near-tie')})"
+    some = f"{r.requests:,} of " if r.requests < r.total else ""
+    line = f"{some}{_count(r.total, 'request')}, {_count(r.tokens, 'token')}: {found}"
+    if r.unseeded:
+        line += (
+            f"; {_count(r.unseeded, 'answer')} without a seed, of which only: they were possible"
+        )
+    if r.unchecked:
+        line += f"; log probabilities of {_count(r.unchecked, 'answer')} not checked: processed, with a filter"
+    return line + (f"; {len(r.skipped)} skipped" if r.skipped else "")
+
+
+def _table(found: Sequence[Divergence]) -> list[str]:
+    "The lines of a table in markdown, none for nothing."
+    cell = lambda x: str(x).replace("|", "\\|").replace("`", "'")
+    head = ["kind", "request", "what", "in the batch", "alone", "gap", "tolerance"]
+    names = lambda d: [d.kind, d.name, f"{d.what} {d.index}", d.show(0), d.show(1)]
+    rows = [names(d) + [f"{d.gap:.2g}", f"{d.tolerance:.2g}"] for d in found]
+    lines = (head, ["---"] * len(head), *rows) if rows else ()
+    return [f"| {' | '.join(map(cell, line))} |" for line in lines]
+
+# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e-1
+class Report(Findings):
+    """What `verify` found; `ok` if no bug. In a notebook it shows itself as a table.
+
+    `total`: outputs given, `requests`: those run again, `tokens`: in their answers.
+    `divergences`: each `Divergence`, those of an answer by index. `skipped`: `(request_id, why)`
+    of outputs that could not be compared. `unseeded`: answers sampled without a seed, whose
+    tokens are only known to be possible. `unchecked`: answers with log probabilities that can't
+    be compared. `rounded`: where transformers' arithmetic, which rounds otherwise, would take
+    another token by a near-tie, and the engine alone does not."""
 
     @property
     def headline(self) -> str:
@@ -621,6 +591,34 @@ def check_bits(llm: StreamCalls, out: RequestOutput) -> list[Divergence] | None:
         found.append(Answer(llm, out, c).divergence(at, c.token_ids[at], want, math.inf, 0.0))
     return found
 
+# %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
+def why_not(out: RequestOutput | PoolingRequestOutput) -> str | None:
+    """Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or
+    None."""
+    if out.error:
+        return f"it failed: {out.error}"
+    if isinstance(out, PoolingRequestOutput):
+        if isinstance(out, ScoringRequestOutput) and (
+            out.params is None or out.params.task != "score"
+        ):
+            return "it is the cosine of two vectors: give these"
+        return (
+            None
+            if out.params and out.prompt_token_ids
+            else "it lacks its params or its prompt_token_ids"
+        )
+    if not any(c.token_ids for c in out.outputs):
+        return f"{out.outputs[0].finish_reason}, before its first token"
+    if out.params is None or not out.prompt_token_ids:
+        return "it lacks its params or its prompt_token_ids"
+
+
+def _sampled(outs: Sequence[Any], sample: int | None, seed: int) -> list[tuple[int, Any]]:
+    "A random `sample` of those of `outs` that can be compared, each with its index."
+    fit = [(i, o) for i, o in enumerate(outs) if not why_not(o)]
+    most = len(fit) if sample is None else min(sample, len(fit))
+    return [fit[i] for i in sorted(random.Random(seed).sample(range(len(fit)), most))]
+
 # %% ../../nbs/5_tasks/16_verify.ipynb #8bc9e287
 def verify(
     llm: StreamCalls,
@@ -653,11 +651,7 @@ def verify(
     check_count("sample", sample)
     outs = list(outputs) if isinstance(outputs, Iterable) else [outputs]
     report = Report(len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not(o))])
-    fit = [(i, o) for i, o in enumerate(outs) if not why_not(o)]
-    some = random.Random(seed).sample(
-        range(len(fit)), len(fit) if sample is None else min(sample, len(fit))
-    )
-    for number, out in (fit[i] for i in sorted(some)):
+    for number, out in _sampled(outs, sample, seed):
         named = lambda found: [replace(d, number=number) for d in found]
         if isinstance(out, PoolingRequestOutput):
             report.requests, report.tokens = report.requests + 1, report.tokens + out.num_tokens

@@ -108,8 +108,8 @@ def wide(texts: Iterable[object]) -> float:
     return max([0, *(6.2 * len(str(s)) + 8 for s in texts)])
 
 # %% ../../nbs/8_view/drawing.ipynb #556fb5d9
-class Shapes:
-    "Shapes on a canvas, by what they mean."
+class Boxes:
+    "Boxes on a canvas, by what they mean."
 
     def __init__(self, width: float = 860) -> None:
         self.width, self.right, self.y = width, width - 16, 14.0
@@ -136,6 +136,10 @@ class Shapes:
     def has(self, kind: str) -> bool:
         "Whether anything on the canvas is of that kind."
         return kind in self.under or any(f'-{kind}"' in part for part in self.parts)
+
+# %% ../../nbs/8_view/drawing.ipynb #19da1d45
+class Shapes(Boxes):
+    "Shapes on a canvas, by what they mean."
 
     def text(
         self,

@@ -126,7 +126,7 @@ def _draw_run(c, run, x, end, high, tip):
     if tip and high >= 11 and w > 6.5 * len(str(number)) + 3 and run.kind != "held" and number >= 0:
         c.text(x + 2.5, c.y + high / 2 + 3.4, number, on_top(run.kind), pointer_events="none")
 
-
+# %% ../../nbs/8_view/pictures.ipynb #d9338883
 def draw_lanes(
     c: Canvas,
     lanes: Lanes,

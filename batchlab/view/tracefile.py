@@ -187,7 +187,7 @@ def name_events(pid: int, name: str, tracks: Mapping[int, str]) -> Iterator[dict
         yield event("M", f"{kind}_name", 0, pid, tid, args=dict(name=title))
         yield event("M", f"{kind}_sort_index", 0, pid, tid, args=dict(sort_index=tid or pid))
 
-
+# %% ../../nbs/8_view/tracefile.ipynb #d31ba0ba
 def step_events(steps: Sequence[dict]) -> Iterator[dict]:
     "Each step as a slice with its parts inside, and counters of what it had to do."
     for s in steps:

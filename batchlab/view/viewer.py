@@ -87,7 +87,7 @@ addEventListener('resize', () => redraw());
 """
 
 # %% ../../nbs/8_view/viewer.ipynb #04a33fbd
-JS_ROLL = r"""
+JS_CANVAS = r"""
 const KINDS = {d: 'decode', b: 'decode', p: 'prefill', a: 'again', h: 'held', c: 'cached', w: 'blocked'};
 let steps = [], tones = {}, place = {};                                                    // of a step: letters, tokens decoded, of prompts, padded
 function readTones() {                                                                     // a canvas knows no CSS variables
@@ -109,6 +109,10 @@ function sharp(canvas, high) {                                                  
   g.clearRect(0, 0, wide, high);
   return [g, wide];
 }
+"""
+
+# %% ../../nbs/8_view/viewer.ipynb #df956f9f
+JS_ROLL = r"""
 function drawRoll(seats, whole = false, faint = () => false) {                             // a column for each step, a row for each slot
   const lanes = Math.max(1, Math.min(seats, steps.reduce((m, s) => Math.max(m, s[0].length), whole ? 1 : 8)));
   const lane = Math.max(2, Math.min(whole ? 17 : 14, Math.floor(280 / lanes))), gap = lane > 4 ? 1 : 0, top = lanes * lane, high = top + 62, left = 34;
@@ -751,7 +755,7 @@ BODY = r"""
 """
 
 # %% ../../nbs/8_view/viewer.ipynb #f629943d
-SCRIPT = f"'use strict';{JS_BASE}{JS_ROLL}{JS_SLOTS}{JS_STEP}{JS_TRACE}{JS_KEYS}{JS_FIGURES}{JS_LIVE}{JS_FEED}{JS_BATCHES}{JS_CHAT}{JS_END}"
+SCRIPT = f"'use strict';{JS_BASE}{JS_CANVAS}{JS_ROLL}{JS_SLOTS}{JS_STEP}{JS_TRACE}{JS_KEYS}{JS_FIGURES}{JS_LIVE}{JS_FEED}{JS_BATCHES}{JS_CHAT}{JS_END}"
 STYLE = f"{HTML_STYLE}:root{{--failed:light-dark(#cf222e,#f85149)}}{CSS}"
 PAGE_START = (
     '<!DOCTYPE html>\n<html class="bl" lang="en"><head><meta charset="utf-8"><meta name="viewport"'

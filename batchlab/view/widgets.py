@@ -103,27 +103,11 @@ def this_cell() -> tuple[str | None, int | None]:
     )
     return (cell, shell.execution_count) if cell else (None, None)
 
-# %% ../../nbs/8_view/widgets.ipynb #0e81a0a9
-class Panel:
-    """A box of widgets that shows a picture where widgets do not run, and that ends when its
-    cell runs again.
+# %% ../../nbs/8_view/widgets.ipynb #fccdd96a
+class PanelWidgets:
+    "The widgets of a panel, `kept` so that they can be closed."
 
-    Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say
-    in `end` what is to stop; `settle` comes to the state that is worth a picture. `cell`: a name
-    for the cell that made it, found by itself in Jupyter."""
-
-    made: defaultdict[Any, list[Panel]] = defaultdict(list)  # by cell: those that have not ended
-    box: W.Widget
-
-    def __init__(self, cell: str | None = None):
-        # a named cell runs anew each time
-        self.cell, self.run_number = (cell, object()) if cell else this_cell()
-        self.kept: list[Any] = []
-        self.closed = False
-        for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]:
-            p.close()
-        if self.cell is not None:
-            Panel.made[self.cell].append(self)  # outside of a notebook nothing runs again
+    kept: list[Any]
 
     def make(self, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         "A widget of that kind, which is closed with this panel."
@@ -145,6 +129,28 @@ class Panel:
         "A field or slider of that kind with its name before it."
         more = dict(style=dict(description_width="90px"), layout=dict(width=width))
         return self.make(kind, description=name, **more, **kwargs)
+
+# %% ../../nbs/8_view/widgets.ipynb #0e81a0a9
+class Panel(PanelWidgets):
+    """A box of widgets that shows a picture where widgets do not run, and that ends when its
+    cell runs again.
+
+    Subclasses `make` their widgets, give `self.box`, draw `picture()`, an SVG as text, and say
+    in `end` what is to stop; `settle` comes to the state that is worth a picture. `cell`: a name
+    for the cell that made it, found by itself in Jupyter."""
+
+    made: defaultdict[Any, list[Panel]] = defaultdict(list)  # by cell: those that have not ended
+    box: W.Widget
+
+    def __init__(self, cell: str | None = None):
+        # a named cell runs anew each time
+        self.cell, self.run_number = (cell, object()) if cell else this_cell()
+        self.kept: list[Any] = []
+        self.closed = False
+        for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]:
+            p.close()
+        if self.cell is not None:
+            Panel.made[self.cell].append(self)  # outside of a notebook nothing runs again
 
     def picture(self) -> str:
         raise NotImplementedError
@@ -190,7 +196,7 @@ class WatchedRequest:
     def done(self) -> bool:
         return self.state not in ("waiting", "running")
 
-
+# %% ../../nbs/8_view/widgets.ipynb #49511706
 class Watch:
     """Notes what becomes of some requests of `llm`: `requests`, a `WatchedRequest` for each.
     `trace`: records the steps of `llm`."""
@@ -331,16 +337,49 @@ class LiveWidgets(Panel):
     def picture(self) -> str:
         return watch_picture(self.watch).svg
 
+# %% ../../nbs/8_view/widgets.ipynb #778becc9
+class LivePainter(LiveWidgets):
+    "A view with a thread that paints it until its requests are done."
+
+    threads: weakref.WeakSet[Any] = weakref.WeakSet()  # of engines, that views have started
+
+    hz: float
+    painter: threading.Thread
+
+    def _paint_on(self) -> None:
+        while self.llm.thread and not self.watch.done:  # also after `end` has cancelled them
+            if not self.closed:
+                self.paint()
+            time.sleep(1 / self.hz)
+        self.watch.trace.stop()
+        if self.llm.thread in LivePainter.threads and not self.llm.groups:
+            self.llm.stop()  # else the requests of somebody else go on
+        if not self.closed:
+            self.paint()
+
+    def wait(self, timeout: float = 600) -> bool:
+        "Wait until all requests are done; whether they are. A paused view goes on."
+        self.llm.resume()
+        self.painter.join(timeout)
+        return self.watch.done
+
+    def settle(self) -> None:
+        self.wait()
+
+    def end(self) -> None:
+        "Cancel what is left, and wait until it has ended."
+        self.cancel_all()
+        if self.painter is not threading.current_thread():
+            self.painter.join(60)
+
 # %% ../../nbs/8_view/widgets.ipynb #67fcc9cf
-class LiveView(LiveWidgets):
+class LiveView(LivePainter):
     """Runs `prompts` on `llm` and shows it as it happens: slots filling, texts streaming, tokens
     per second.
 
     Pause, Step and Cancel do what they say, to all or to one request; but whoever else calls
     `llm` meanwhile moves everybody. `rows`: requests shown at a time. `paused`: begin so. Else
     as `LLM.stream`. Raises `PromptError`, `ParamError`."""
-
-    threads: weakref.WeakSet[Any] = weakref.WeakSet()  # of engines, that views have started
 
     def __init__(
         self,
@@ -372,32 +411,6 @@ class LiveView(LiveWidgets):
         if llm.thread is None:
             LiveView.threads.add(llm.start().thread)
         self.painter.start()
-
-    def _paint_on(self) -> None:
-        while self.llm.thread and not self.watch.done:  # also after `end` has cancelled them
-            if not self.closed:
-                self.paint()
-            time.sleep(1 / self.hz)
-        self.watch.trace.stop()
-        if self.llm.thread in LiveView.threads and not self.llm.groups:
-            self.llm.stop()  # else the requests of somebody else go on
-        if not self.closed:
-            self.paint()
-
-    def wait(self, timeout: float = 600) -> bool:
-        "Wait until all requests are done; whether they are. A paused view goes on."
-        self.llm.resume()
-        self.painter.join(timeout)
-        return self.watch.done
-
-    def settle(self) -> None:
-        self.wait()
-
-    def end(self) -> None:
-        "Cancel what is left, and wait until it has ended."
-        self.cancel_all()
-        if self.painter is not threading.current_thread():
-            self.painter.join(60)
 
 # %% ../../nbs/8_view/widgets.ipynb #c5809130
 @dataclass
