@@ -196,4 +196,4 @@ def test_jupyter_folds_what_the_site_folds():
     nb = dict(cells=[*(cell("code", t) for t in texts), cell("markdown", "import os")])
     folded = EXERCISES.folded(nb)
     hidden = [c["metadata"].get("jupyter", {}).get("source_hidden") for c in folded["cells"]]
-    assert hidden == [True] * 3 + [None] * 3 and EXERCISES.folded(folded) == folded
+    assert hidden == [True] * 4 + [None] * 2 and EXERCISES.folded(folded) == folded
