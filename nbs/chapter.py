@@ -38,33 +38,33 @@ def begin(names: dict) -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-def cpp_cells():
+def cpp_cells(before="", flags=()):
     """Let a chapter's cells begin with `%%cpp NAME`, and check each: it has to compile, without a warning, behind those before it.
 
-    Returns a function that gives the C++ of the cells so far, with the files that they include."""
+    `before`: C++ that comes before the first. `flags`: more of the compiler's, where it knows them. Returns a function that gives the C++ of
+    the cells so far, with the files that they include."""
     import subprocess
     from IPython.core.magic import register_cell_magic
     from batchlab.fast.native import FLAGS, find_compiler, with_includes
     from batchlab.errors import CompileError
 
-    parts = {}
+    parts, syntax = {}, "-Wall -Wextra -Wno-unused-function -fsyntax-only -x c++ -".split()
 
     def so_far():
-        return with_includes("\n\n".join(parts.values())) + "\n"
+        return with_includes(before + "\n\n".join(parts.values())) + "\n"
+
+    def said(more, text):
+        command = [find_compiler(), *FLAGS, *more, *syntax]
+        return subprocess.run(command, input=text, capture_output=True, text=True).stderr
 
     def cpp(name, cell):
         "C++, a part of the chapter's file."
         parts[name] = cell.strip()
         try:
-            command = [
-                find_compiler(),
-                *FLAGS,
-                *"-Wall -Wextra -Wno-unused-function -fsyntax-only -x c++ -".split(),
-            ]
+            more = [] if said(flags, "") else flags
+            assert not (wrong := said(more, so_far())), wrong
         except CompileError:
             return
-        said = subprocess.run(command, input=so_far(), capture_output=True, text=True).stderr
-        assert not said, said
 
     register_cell_magic(cpp)
     return so_far

@@ -29,7 +29,7 @@ from batchlab.fast.native import (
     unpack_rows,
 )
 from batchlab.fast.packed import PackedLinear
-from batchlab.core.batch import pack_rows
+from batchlab.core.batch import pack_rows, places
 from batchlab.errors import CompileError, ModelError
 from batchlab.models.fetch import find_model
 from batchlab.models.load import cache_dir
@@ -49,6 +49,15 @@ def linear(x, w, b):
 
 FEW = itertools.product((1, 2, 11, 12, 13, 50), (1, 31, 32, 33, 100), (2, 16, 62))
 MANY = itertools.product((17, 33, 70, 600), (31, 64, 100), (32, 190, 200, 416, 1000))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_beside_any_number_of_rows(kernels, dtype):
+    w, b, x = (drawn(*s, dtype=dtype) for s in ((100, 576), (100,), (40, 576)))
+    panels = pack_weight(w)
+    whole = kernels.product(x, panels, b, 100)
+    for m in range(1, 41):
+        assert torch.equal(kernels.product(x[:m], panels, b, 100), whole[:m])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,6 +198,167 @@ def test_attention_of_any_size(kernels, dtype, heads, kv_heads, dim, value_dim):
         got = kernels.attend(z, q, cache.keys[0], cache.values[0], work).float()
         want = attend_rows(cache, 0, batch, q, dim**-0.5, window, softcap, sinks)
         torch.testing.assert_close(got, want, **NEAR[dtype])
+
+
+def cache_for(rows, KV, D, Dv, dtype, size=64, seed=0):
+    """A cache with noise where `rows` have tokens, NaN elsewhere, and their `Batch`.
+
+    A row is `(first column, tokens, n)` and begins with n blocks that all rows with as many or more have in common."""
+    rng, need = random.Random(seed), [-(-(start + n) // size) for start, n, _ in rows]
+    blocks = rng.sample(range(sum(need) + 9), sum(need) + 9)
+    prefix = [blocks.pop() for _ in range(max(n for *_, n in rows))]
+    tables = [prefix[:n] + [blocks.pop() for _ in range(k - n)] for k, (*_, n) in zip(need, rows)]
+    batch = pack_rows([([5] * n, start) for start, n, _ in rows], tables, size)
+    cache = TiledCache([(KV, D, Dv)], sum(need) + 9, size, dtype)
+    for t in cache.keys + cache.values:
+        t.fill_(torch.nan)
+    at = torch.tensor(
+        sorted({p for t, n in zip(tables, batch.seq_lens) for p in places(t, 0, n, size)})
+    )
+    k, v = (drawn(len(at), KV, d, dtype=dtype, seed=seed + d) for d in (D, Dv))
+    cache.write(0, k, v, at)
+    return cache, batch
+
+
+def attended(kernels, q, cache, batch, groups=None, threads=None, **asks):
+    "Attention by the kernels, the rows grouped by their prefixes or as `groups` says."
+    K, size, H = cache.keys[0], cache.block_size, q.shape[1]
+    groups, KV = groups or prefix_groups(batch, size), K.shape[1]
+    work = AttentionWorklist(batch, groups, size, H // KV, KV, threads)
+    z = layout(cache, 0, q, q.shape[2] ** -0.5, **asks)
+    return kernels.attend(z, q, K, cache.values[0], work)
+
+
+ROWS = [(300, 1, 0), (0, 1, 0), (63, 1, 0), (599, 1, 8), (560, 1, 5)]
+ROWS += [(0, 50, 0), (200, 70, 3), (512, 40, 8)]
+SHAPES = (9, 3, 64, 64), (4, 4, 16, 32), (6, 1, 80, 80), (32, 4, 128, 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 192])
+def test_attention_in_a_cache_full_of_nan(kernels, dtype, size):
+    for H, KV, D, Dv in SHAPES:
+        rows = [(s, n, k * 64 // size) for s, n, k in ROWS]
+        cache, batch = cache_for(rows, KV, D, Dv, dtype, size)
+        q = drawn(batch.num_tokens, H, D, dtype=dtype)
+        for window, softcap, sinks in itertools.product((None, 40), (None, 3.0), (None, drawn(H))):
+            asks = dict(window=window, softcap=softcap, sinks=sinks)
+            want = attend_rows(cache, 0, batch, q, D**-0.5, **asks)
+            off = (attended(kernels, q, cache, batch, **asks).float() - want).abs().max()
+            assert off < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+ASKED = [
+    dict(window=w, softcap=c, sinks=s)
+    for w in (None, 40, 130)
+    for c, s in ((None, None), (3.0, drawn(9)))
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asks", ASKED, ids=lambda a: "-".join(k for k in a if a[k] is not None))
+def test_a_row_has_the_same_bits_alone_and_in_chunks(kernels, dtype, asks):
+    cache, batch = cache_for(ROWS, 3, 64, 64, dtype)
+    q = drawn(batch.num_tokens, 9, 64, dtype=dtype)
+    together = attended(kernels, q, cache, batch, **asks)
+    for i, n in enumerate(batch.lengths):
+        cuts = [(0, n)] + [(j, min(7, n - j)) for j in range(0, n, 7)] + [(j, 1) for j in range(n)]
+        for a, m in cuts:
+            row = [([5] * m, batch.starts[i] + a)], [batch.block_table[i]]
+            at = slice(batch.cu_seqlens[i] + a, batch.cu_seqlens[i] + a + m)
+            got = attended(kernels, q[at], cache, pack_rows(*row, 64), **asks)
+            assert torch.equal(got, together[at])
+
+
+def copied(cache, batch):
+    "The same rows with all that they share copied: each has blocks of its own."
+    ends = itertools.accumulate(map(len, batch.block_table), initial=0)
+    tables = [list(range(a, a + len(t))) for t, a in zip(batch.block_table, ends)]
+    other = TiledCache(cache.shapes, sum(map(len, tables)), cache.block_size, cache.dtype)
+    for ours, theirs in ((other.keys[0], cache.keys[0]), (other.values[0], cache.values[0])):
+        for a, b in zip(tables, batch.block_table):
+            ours[a] = theirs[b]
+    rows = [([5] * n, s) for s, n in zip(batch.starts, batch.lengths)]
+    return other, pack_rows(rows, tables, cache.block_size)
+
+
+def test_a_prefix_may_be_shared_or_not_and_no_bit_changes(kernels):
+    rng, found = random.Random(0), 0
+    for trial in range(30):  # prefixes that end anywhere
+        lengths = [rng.choice([1, 1, 1, rng.randrange(2, 80)]) for _ in range(6)]
+        lengths.sort(key=lambda n: n > 1)
+        starts = [rng.randrange(700) for _ in lengths]
+        rows = [(s, n, rng.randrange(s // 64 + 1)) for s, n in zip(starts, lengths)]
+        dtype, asks = rng.choice(list(DTYPES)), rng.choice(ASKED)
+        cache, batch = cache_for(rows, 3, 64, 64, dtype, seed=trial)
+        q = drawn(batch.num_tokens, 9, 64, dtype=dtype)
+        want = attended(kernels, q, cache, batch, **asks)
+        found += sum(n > 0 for _, n in prefix_groups(batch, 64))
+        alone = [([r], 0) for r in range(6)]
+        assert torch.equal(attended(kernels, q, cache, batch, groups=alone, **asks), want)
+        assert torch.equal(attended(kernels, q, cache, batch, threads=9, **asks), want)
+        assert torch.equal(attended(kernels, q, *copied(cache, batch), **asks), want)
+    assert found > 10
+
+
+class Louder(Kernels):
+    def attend(self, *args):
+        return super().attend(*args) * 1.1
+
+
+class OneMore(Kernels):
+    def product(self, *args):
+        return super().product(*args) + 1
+
+
+class OneMoreByte(Kernels):
+    def bytes_product(self, *args):
+        return super().bytes_product(*args) + 1
+
+
+class Astray(Kernels):
+    "Looks for shared columns in the blocks of another row."
+
+    def attend(self, z, q, K, V, work):
+        work.work_units[:, 2] = work.query_rows[0, 2]
+        return super().attend(z, q, K, V, work)
+
+
+class Short(Kernels):
+    "Takes the last token of a row for the first of the next."
+
+    def attend_whole(self, z, q, k, v, units):
+        units[:, 1] -= (units[:, 1] - units[:, 0] > 1).long()
+        return super().attend_whole(z, q, k, v, units)
+
+
+class NoSinks(Kernels):
+    def attend(self, z, *args):
+        z.sinks = None
+        return super().attend(z, *args)
+
+
+@pytest.mark.parametrize("kind", [Louder, OneMore, OneMoreByte, Astray, Short, NoSinks])
+def test_kernels_that_are_a_little_wrong_are_noticed(kernels, kind):
+    with pytest.raises(CompileError, match="compute wrong"):
+        check_kernels(kind(kernels.path))
+
+
+def test_threads_are_given_back(kernels):
+    before = torch.get_num_threads()
+    with native.limit_threads(kernels):
+        assert 1 <= torch.get_num_threads() <= before
+    assert torch.get_num_threads() == before
+
+
+def test_panels_of_several_weights():
+    for dtype, sizes in itertools.product(DTYPES, ((64, 32, 100), (20, 44))):
+        parts = [drawn(n, 16, dtype=dtype) for n in sizes]
+        rows = unpack_rows(pack_weight(*parts), torch.arange(sum(sizes)))
+        assert torch.equal(rows, torch.cat(parts))
+    panels, starts = pack_bytes(torch.full((33, 8), 3, dtype=torch.int8))
+    assert panels.shape == (2, 2, 32, 4)
+    assert starts.tolist() == [-128 * 3 * 8] * 33 + [0] * 31
 
 
 def test_wrong_arguments_are_refused(kernels):

@@ -69,7 +69,7 @@ def test_names_mean(text, module, full):
 def test_chapters_are_linked():
     text = "As chapter 03 says; `chapter 03`, [chapter 03](03_padding.ipynb), chapter 99 and Chapter 20.\n# chapter 03"
     assert sources.link_chapters(text, "07_sampling").count("](03_padding.ipynb)") == 2
-    assert "[Chapter 20](20_kernels.ipynb)" in sources.link_chapters(text, "07_sampling")
+    assert "[Chapter 20](20_product.ipynb)" in sources.link_chapters(text, "07_sampling")
     assert sources.link_chapters(text, "03_padding").count("](03_padding.ipynb)") == 1
 
 
