@@ -1,4 +1,4 @@
-// What low-rank adapters add to products. Made from the cells of nbs/32_lora.ipynb by .ci/cpp: edit the notebook.
+// What low-rank adapters add to products. Made from the cells of nbs/4_fast/32_lora.ipynb by .ci/cpp: edit the notebook.
 #include "experts.cpp"
 
 struct Slice {  // of a product the outputs from `at` on: `scale` times `up` times `rank` of the numbers in between, from `from`

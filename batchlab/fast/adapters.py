@@ -189,8 +189,8 @@ class PackedAdapters:
         return total
 
     def prepare(self, batch: Batch) -> tuple[Adapted, list[Any]]:
-        """For the kernels, who is for which adapter; and what that leads to, to be kept until
-        the step is over."""
+        """For the kernels, which rows are for which adapter; and the tensors that this leads to,
+        to be kept until the step is over."""
         tokens, late = rows_by_adapter(batch)
         packed = self.weights([*tokens])
         at = {number: ctypes.addressof(p.deltas) for number, p in zip(tokens, packed)}
@@ -369,7 +369,7 @@ class HookedAdapters:
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32aa0066
 class KernelAdapters(PackedAdapters):
-    "As `HookedAdapters`, what is added computed by `kernels`: the same bits in any company."
+    "As `HookedAdapters`, what is added computed by `kernels`: the same bits in any batch."
 
     def __init__(
         self,

@@ -226,8 +226,8 @@ def bucket(batch: Batch, block_size: int, in_place: bool = False) -> tuple[int, 
 def pad_rows(
     batch: Batch, num_rows: int, cache: KVCache
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids, positions, places and lengths of `batch`, in which every row decodes, and the blocks
-    that each row holds: both filled up to `num_rows` rows in the scratch block of `cache`."""
+    """Ids, positions, cache indices and lengths of `batch`, in which every row decodes, and the
+    blocks that each row holds: both filled up to `num_rows` rows in the scratch block of `cache`."""
     assert batch.num_decode == len(batch)
     pad, size, scratch = num_rows - len(batch), cache.block_size, cache.num_blocks
     numbers = [
@@ -426,14 +426,20 @@ class StaticSteps(dict[tuple[int, int], StaticStep]):
             del self[next(iter(self))]
         return step
 
+# %% ../../nbs/4_fast/26_cuda.ipynb #ee95b072
+def _due(out: torch.Tensor, batch: Batch) -> torch.Tensor:
+    "Of the outputs of all rows, a copy of those that `batch` wants."
+    if len(batch.logits_at) == len(batch):
+        return out[: len(batch)].clone()
+    return out[ints(batch.logits_at, device=out.device)]
+
 # %% ../../nbs/4_fast/26_cuda.ipynb #90383c09
 class CudaBackend(PagedBackend):
     """Runs packed steps on a GPU, and by recordings those in which every row decodes.
 
-    `record(run)`: makes a replay, see `CudaGraphs`; None: steps of fixed shape, run by Python
-    each time. `paged`: from `find_varlen`; None: masked SDPA over copies. A step is recorded
-    when its bucket comes for the `after`-th time, and the `max_graphs` used last are kept, for
-    one cache at a time. `why`: also why nothing is recorded any more."""
+    `record(run)` makes a replay, see `CudaGraphs`; None: Python runs each step. `paged`: from
+    `find_varlen`; None: masked SDPA over copies. A bucket is recorded at its `after`-th use. Of
+    one cache, the `max_graphs` used last are kept. `why`: also why nothing is recorded any more."""
 
     def __init__(
         self,
@@ -485,10 +491,8 @@ class CudaBackend(PagedBackend):
             step.replay = self._recorded(run)
         if not self.static:
             return super().execute(cache, batch)
-        out, n, self.masked = (step.replay or run)(), len(batch), step.masked
-        if len(batch.logits_at) == n:
-            return out[:n].clone()  # the next replay writes over `out`
-        return out[ints(batch.logits_at, device=out.device)]
+        self.masked = step.masked
+        return _due((step.replay or run)(), batch)
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #440e3992
 def check_replays(model: PreTrainedModel, backend: CudaBackend, probe: Probe | None = None) -> None:

@@ -1,4 +1,4 @@
-// Mixtures of experts. Made from the cells of nbs/24_experts.ipynb by .ci/cpp: edit the notebook.
+// Mixtures of experts. Made from the cells of nbs/4_fast/24_experts.ipynb by .ci/cpp: edit the notebook.
 #include "layers.cpp"
 
 constexpr int EXPERTS = 512;  // at most
@@ -150,7 +150,7 @@ static inline void mix_row(const Layer& layer, const Step& step, i64 token) {
     }
 }
 
-// A whole mixture by itself, for chapter 27: `chosen` and `expert_weights` are given
+// A whole mixture by itself, for fast.modules: `chosen` and `expert_weights` are given
 template <class T>
 static void mixture(const Layer& layer, const Step& step, const T* x) {
     const Experts& experts = layer.experts;

@@ -1,4 +1,4 @@
-// A step through all layers in one call. Made from the cells of nbs/25_fused.ipynb by .ci/cpp: edit the notebook.
+// A step through all layers in one call. Made from the cells of nbs/4_fast/25_fused.ipynb by .ci/cpp: edit the notebook.
 #include "adapters.cpp"
 
 template <class T>

@@ -1,63 +1,67 @@
-// A layer described by data, and what stands between its products. Made from the cells of nbs/23_layers.ipynb by .ci/cpp: edit
-// the notebook.
+// A layer described by data, and what stands between its products. Made from the cells of nbs/4_fast/layers.ipynb by .ci/cpp:
+// edit the notebook.
 #include "kernels.cpp"
 
-struct Norm {  // kind: 0 for none, 1 by the root mean square, 2 by mean and deviation; rounds: before it multiplies by weight
-    const float *weight, *bias;
-    float eps;
-    i64 kind, rounds;
+struct Norm {
+    const float *weight, *bias;  // or null
+    float eps;                   // added to the mean square
+    i64 kind, rounds;            // 0 none, 1 root mean square, 2 mean and deviation; rounded to the dtype before the weight
 };
-struct Linear {  // kind: 0 for none, 1 in panels of the dtype, 2 in bytes, 3 computed by others
-    const void *weight, *bias;
-    const int32_t* start;
-    const float* scales;
-    i64 kind, outputs, inputs, block;
+struct Linear {
+    const void *weight, *bias;         // packed; bias or null
+    const int32_t* start;              // kind 2: what the sum of each output begins with
+    const float* scales;               // kind 2: of each output
+    i64 kind, outputs, inputs, block;  // 0 none, 1 panels of the dtype, 2 int8, 3 computed outside; dims mixed in int8
 };
-struct Activation {  // gated: its result is multiplied by the second half of the row; a, b, c: what a kind takes
-    i64 kind, gated;
-    float a, b, c;
+struct Activation {
+    i64 kind, gated;  // which of the enum; its result is multiplied by the second half of the row
+    float a, b, c;    // constants that XIELU and CLAMPED take
 };
-struct Experts {  // chapter 24; gate_up, down: the products of all experts, one behind the other
-    Linear router, gate_up, down;
-    Activation act;
+struct Experts {                         // chapter 24
+    Linear router, gate_up, down;        // products of all experts, one expert after the other
+    Activation act;                      // between gate_up and down
     i64 num_experts, top_k;              // 0 for none; how many of them a token goes to
-    i64 sigmoid, normed, exact, rounds;  // scores, sum of the weights, roundings
-    float scale;
-    const float* bias;  // is added for the choice only, or null
+    i64 sigmoid, normed, exact, rounds;  // scores; weights sum to 1; logits stay fp32; weights and results are rounded
+    float scale;                         // of the weights
+    const float* bias;                   // added for the choice only, or null
 };
 struct Layer {
-    Norm before, query, key, after, mlp_before, mlp_after;
-    Linear qkv, out, gate_up, down;
-    Activation act;
-    Experts experts;
-    Shape shape;
-    void *keys, *values;     // of the cache
-    const float *cos, *sin;  // [positions, rotated / 2], null if nothing is rotated
-    i64 rotated;             // dims of a head that are
-    i64 interleaved, exact;  // against the neighbour; without rounding on the way
-    i64 whole, late;         // the norms of queries and keys: over all heads at once; after the rotation
-    i64 parallel, by_head;   // MLP beside attention; query, key and value of a head side by side
-    i64 behind;              // the norms `after` and `mlp_after`: of the sum, not of what is added
-    float residual;          // what is added to the residual stream is multiplied by this
+    Norm before, query, key, after;  // of attention's input, of queries, of keys, of attention's result
+    Norm mlp_before, mlp_after;      // of the MLP's input and result
+    Linear qkv, out, gate_up, down;  // queries, keys, values; attention's output; gate and up, or up alone; down
+    Activation act;                  // between gate_up and down
+    Experts experts;                 // in place of the MLP, or beside it
+    Shape shape;                     // heads, and where they are in rows and in the cache
+    void *keys, *values;             // of this layer in the cache
+    const float *cos, *sin;          // [positions, rotated / 2], or null
+    i64 rotated;                     // dims of a head that are rotated
+    i64 interleaved, exact;          // a dim's partner is its neighbour; only sums are rounded, not products
+    i64 whole, late;                 // norms of queries and keys: over all heads at once; after the rotation
+    i64 parallel, by_head;           // MLP and attention have one input; a head's query, key and value are side by side
+    i64 behind;                      // `after` and `mlp_after` are of the sum, not of what is added
+    float residual;                  // what is added to the residual stream is multiplied by this
 };
 
 struct Step {
-    i64 tokens, outputs, width;                   // outputs: tokens whose logits are due
+    i64 tokens, outputs, width;                   // of the step; of them, whose logits are due; of the residual stream
     i64 num_work_units, longest;                  // of attention's work list; tokens of the longest sequence
     i64 whole;                                    // rows see both ways, and leave nothing in the cache
     const i64* rotation_rows;                     // of each token: its row of cos and sin
-    const i64* slot_mapping;                      // of each token: its place in the cache, unless `whole`
+    const i64* slot_mapping;                      // of each token: its cache index, unless `whole`
     const i64* logits_at;                         // which tokens' logits are due, ascending
     const i64 *blocks, *query_rows, *work_units;  // attention's work list
-    void *stream, *normed, *qkv, *attended, *projected, *gate_up, *activated, *mlp_out, *logits;
-    void* bytes;        // rows in int8, for a product in bytes
-    float* byte_steps;  // and the step of each
-    void* packed;       // rows in the order in which a product reads them
-    void* expert_rows;  // chapter 24: rows sorted by expert
-    float *router_logits, *expert_weights;
-    i64 *chosen, *row_of, *token_of, *bounds;
-    double* seconds;                // of each part, or null
-    const struct Adapted* adapted;  // chapter 32: which rows have adapters, or null
+    void *stream, *normed;                        // the residual stream; the same after a norm
+    void *qkv, *attended, *projected;             // queries, keys, values; attention's result, and after the output product
+    void *gate_up, *activated, *mlp_out;          // gate and up; after the activation; what the MLP adds
+    void* logits;                                 // [outputs, vocabulary]
+    void* bytes;                                  // rows in int8, for a product in int8
+    float* byte_steps;                            // the scale of each of these rows
+    void* packed;                                 // rows in the order in which a product reads them
+    void* expert_rows;                            // chapter 24: rows sorted by expert
+    float *router_logits, *expert_weights;        // [tokens, experts]; [tokens, top_k]
+    i64 *chosen, *row_of, *token_of, *bounds;     // chapter 24: which experts, and the order of the rows
+    double* seconds;                              // of each part, or null
+    const struct Adapted* adapted;                // chapter 32: which rows have adapters, or null
 };
 
 template <class T>
@@ -94,7 +98,7 @@ static inline void add_row(T* stream, T* added, const Norm& after, bool behind, 
     if (after.kind && behind) norm_row(stream, stream, after, 0, width);
 }
 
-// Rows by themselves, for chapter 27
+// Rows by themselves, for fast.modules
 template <class T>
 static void norm(const Norm& norm, const T* x, T* out, i64 rows, i64 width) {
 #pragma omp parallel for if (rows * width > 100000)

@@ -219,7 +219,8 @@ class Step(ctypes.Structure):
     "What a step goes through the layers with."
 
 
-# Columns of a tile of keys, columns of a step, rows of queries of a unit, parts of a layer, rows that a step's memory has to spare.
+# columns of a tile of keys and of a pass of attention, rows of queries of a unit of work, parts of
+# a layer, rows that the buffers of a step have to spare
 COLUMNS, STEP, ROWS, PARTS, SPARE = (
     int(*re.findall(rf"\b{name} = (\d+)", SOURCE))
     for name in ("COLUMNS", "STEP", "ROWS", "PARTS", "SPARE")
@@ -287,31 +288,36 @@ class PackingKernels:
         self.tiles = bool(library.has_tiles())  # whether a matrix unit multiplies bf16
 
     def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 in steps:
-        `(bytes [T, K], steps fp32 [T])`.
+        """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 with a scale
+        each: `(bytes [T, K], scales fp32 [T])`.
 
-        The byte `top + 1` is 0, the largest magnitude of a row is `top` steps. The step of a row
+        The byte `top + 1` is 0, the largest magnitude of a row becomes `top`. The scale of a row
         that isn't finite is NaN."""
-        bytes, steps = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
+        bytes, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
         self.calls["quantize", x.dtype](
-            address(x, x.dtype, x.numel()), bytes.data_ptr(), steps.data_ptr(), *x.shape, block, top
+            address(x, x.dtype, x.numel()),
+            bytes.data_ptr(),
+            scales.data_ptr(),
+            *x.shape,
+            block,
+            top,
         )
-        return bytes, steps
+        return bytes, scales
 
     def pack_bytes(
         self, *weights: torch.Tensor, block: int, empty: Callable[..., torch.Tensor] = torch.empty
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Weights `[out, in]`, `in` a multiple of 4, one below the other, mixed in `block`s and
-        made bytes: `(panels, starts, steps)`.
+        made int8: `(panels, starts, scales)`.
 
-        Panels and starts as by `pack_bytes`, `steps` fp32, of each output. `empty` makes what
+        Panels and starts as by `pack_bytes`, `scales` fp32, of each output. `empty` makes what
         the panels are put into."""
         rows, d, N, K = _row_addresses(weights)
-        panels, steps = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
+        panels, scales = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
         starts = torch.empty(32 * len(panels), dtype=torch.int32)
-        lie = (t.data_ptr() for t in (rows, panels, starts, steps))
+        lie = (t.data_ptr() for t in (rows, panels, starts, scales))
         self.calls["pack_bytes", d](*lie, N, K, block, 127)
-        return panels, starts, steps
+        return panels, starts, scales
 
     def pack_weight(
         self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
@@ -346,10 +352,10 @@ class ProductKernels(PackingKernels):
         bias: torch.Tensor | None,
         block: int,
     ) -> torch.Tensor:
-        """`x` `[T, K]`, mixed in `block`s and made bytes, times a `weight` from `pack_bytes`:
+        """`x` `[T, K]`, mixed in `block`s and made int8, times a `weight` from `pack_bytes`:
         `[T, N]` of `x`'s dtype.
 
-        `scales`: fp32 `[N]`, the step of each output's weights; `bias`: fp32 `[N]`, or None."""
+        `scales`: fp32 `[N]`, of each output's weights; `bias`: fp32 `[N]`, or None."""
         (T, K), N, (panels, starts) = x.shape, len(scales), weight
         out, filled = x.new_empty(T, N), -(-N // 32) * 32
         rows, outputs = address(x, x.dtype, T * K), _output_addresses(N, scales, bias)
@@ -367,8 +373,8 @@ class ProductKernels(PackingKernels):
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """`sums` `[T, N]` times `steps` `[T]` and `scales` `[N]`, plus `bias` `[N]` or None, all
-        fp32: `[T, N]` of `dtype`."""
+        """`sums` `[T, N]` times the scales of rows, `steps` `[T]`, and those of outputs, `scales`
+        `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."""
         (T, N), out = sums.shape, torch.empty_like(sums, dtype=dtype)
         rows = address(sums, torch.float32, T * N), address(steps, torch.float32, T)
         outputs = _output_addresses(N, scales, bias)
