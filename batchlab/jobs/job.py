@@ -404,6 +404,7 @@ class Job(JobOutput):
     say: Callable[[str], object] = log.info
     use_tqdm: bool | None = None
     stamp: str = field(default="", init=False, repr=False)  # of the records, while it runs
+    result: JobResult = field(init=False, repr=False, compare=False)  # from the run on
 
     def warn(self, text: str) -> None:
         "Say what must not be missed, as a warning if it goes to the log."
