@@ -105,12 +105,13 @@ def test_a_field_is_a_flag():
     from batchlab.cli.flags import fields_of
 
     flags = {c: [a.dest for a in parser_of(c)._actions] for c in COMMANDS if c != "bench"}
-    for path, name, command, less in (
-        ("core/params.py", "SamplingParams", "generate", "prompt_logprobs detokenize stop_until"),
-        ("api/base.py", "LLMBase", "serve", "tokenizer trace logprobs_mode pooler_config"),
-        ("jobs/job.py", "JobInput JobOutput Job", "run", "sampling_params model_name say spell"),
+    job = {"JobInput": "jobs/fields.py", "JobOutput": "jobs/fields.py", "Job": "jobs/job.py"}
+    for classes, command, less in (
+        ({"SamplingParams": "core/params.py"}, "generate", "prompt_logprobs detokenize stop_until"),
+        ({"LLMBase": "api/base.py"}, "serve", "tokenizer trace logprobs_mode pooler_config"),
+        (job, "run", "sampling_params model_name say spell"),
     ):
-        every = [f for part in name.split() for f in fields_of(path, part)]
+        every = [f for part, path in classes.items() for f in fields_of(path, part)]
         found = {f.name for f in every if f.text} - {*less.split()}
         assert len(found) > 15 and found - {*flags[command]} <= {"prompt_logprob_start"}
     assert flags["embed"].count("prompt_column") == flags["plan"].count("input") == 1

@@ -908,7 +908,7 @@ def test_tables_keep_every_answer(tmp_path, kind, form, job):
 def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
     "By a clock that ticks once a step, whatever the machine does meanwhile."
     from types import SimpleNamespace
-    from batchlab.jobs import job as jobs
+    from batchlab.jobs import planning as jobs
 
     limits = dict(max_num_seqs=8, max_num_batched_tokens=64, compile=False)
     llm, ticks = LLM(tiny_model("llama"), tiny_tokenizer(), **limits), iter(range(10**6))

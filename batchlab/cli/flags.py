@@ -20,7 +20,7 @@ from ..errors import JobError, OneLineParser, Option
 
 # %% ../../nbs/7_serve/flags.ipynb #flatx0011
 class Field(NamedTuple):
-    "A field of a dataclass, or a parameter: its type and its comment as they stand in the source."
+    "A field of a dataclass, or a parameter: its type and its comment as the source has them."
 
     name: str
     kind: str
@@ -358,7 +358,7 @@ class ServeFlags(Command, SaidFlags):
     page: bool = True  # a page at /
     request_log: bool = True  # a line for each request
 
-
+# %% ../../nbs/7_serve/flags.ipynb #1810f0f5
 class PlanFlags(Command, InputFlags):
     """what such a file would take
 
@@ -383,7 +383,7 @@ class ViewFlags(Command):
     overwrite: bool = False  # replace that file even if it is no such page
     open: bool = True  # open it in a browser
 
-
+# %% ../../nbs/7_serve/flags.ipynb #b0f0ecd7
 class ModelsFlags(Command):
     """list, pull or rm: the models on this machine
 
@@ -463,7 +463,7 @@ class FlagParser(OneLineParser):
                 return f"{flag} {shlex.quote(text)}"
         return actions[0].option_strings[0] if actions and value is None else str(option)
 
-
+# %% ../../nbs/7_serve/flags.ipynb #7c061c56
 class Idle(argparse.Action):
     "A flag of vLLM's engine that changes nothing: that it was given is all that is kept."
 
@@ -499,7 +499,7 @@ UNSAID = (
     "What is left open: temperature 0 and 256 tokens here; temperature 1 and 16 tokens in Python, "
     "where SamplingParams() is as in vLLM."
 )
-OTHER_WORDS = {  # flags that stand for one value of a field
+OTHER_WORDS = {  # flags that are one value of a field
     "--no-amp": ("dtype", "fp32"),
     "--bf16": ("dtype", "bf16"),
     "--fp16": ("dtype", "fp16"),
@@ -507,7 +507,7 @@ OTHER_WORDS = {  # flags that stand for one value of a field
     "--stop-on-eos": ("ignore_eos", False),
 }
 
-
+# %% ../../nbs/7_serve/flags.ipynb #8bf7dfc5
 def parser_of(command: str) -> FlagParser:
     "The parser of the flags of a command, which is not `bench`."
     cls, own, none = COMMANDS[command], "cli/flags.py", argparse.SUPPRESS
@@ -516,8 +516,8 @@ def parser_of(command: str) -> FlagParser:
     for part in cls.__mro__[:-1]:
         add_flags(p, own, part.__name__)
     if command in OF_JOB:
-        for part in ("JobInput", "JobOutput", "Job"):
-            add_flags(p, "jobs/job.py", part, **OF_JOB[command])
+        for file, part in ("fields", "JobInput"), ("fields", "JobOutput"), ("job", "Job"):
+            add_flags(p, f"jobs/{file}.py", part, **OF_JOB[command])
     if command in ON_RAY:
         add_flags(p.add_argument_group("on Ray", ON_RAY[command]), own, "RayFlags")
     if takes_model(command):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools, json, math, os, stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from ..errors import JobError
 from ..jobs.formats import Raw
-from ..jobs.job import Job, JobResult, LocalRun, Progress
+from ..jobs.job import Job, LocalRun
+from ..jobs.progress import JobResult, Progress
 from ..jobs.journal import Ledgerbook, Outbox, StandardOutput
 from ..jobs.lines import JobLine, parse_line
 from ..jobs.tables import CONVERT, KINDS, OPENERS, UNNAMED, AnswerNames, opener_of
@@ -64,7 +65,7 @@ def prompt_record(index: int, line: JobLine, error: str | None) -> dict[str, Any
         ),
     )
 
-
+# %% ../../nbs/7_serve/prompts.ipynb #e2e96277
 def as_text(d: dict[str, Any]) -> bytes:
     "Record `d` as a header with the start of the prompt or of the last message, and its answers."
     asked = d["prompt"] if "prompt" in d else d["messages"][-1].get("content")
@@ -131,6 +132,19 @@ def form_of(path: str) -> str:
         start = f.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
     return "plain" if start[:1] in (b"", b"{") else "txt"
 
+# %% ../../nbs/7_serve/prompts.ipynb #2fb5d5a4
+def checked_text(rows: Iterable[tuple[int, Raw]], shown: str) -> Iterator[tuple[int, Raw]]:
+    "Yield `rows` of file `shown`. Raises `JobError` for a line that is not UTF-8."
+    for number, raw in rows:
+        try:
+            raw.decode() if isinstance(raw, bytes) else None
+        except UnicodeDecodeError as e:
+            raise JobError(
+                f"{shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {number}): "
+                "save it as UTF-8"
+            ) from e
+        yield number, raw
+
 # %% ../../nbs/7_serve/prompts.ipynb #prm00023
 @dataclass
 class PromptJob(Job):
@@ -157,24 +171,14 @@ class PromptJob(Job):
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "As `Job.raw`. Raises `JobError` for what is no text."
-        for number, raw in super().raw():
-            try:
-                raw.decode() if isinstance(raw, bytes) else None
-            except UnicodeDecodeError as e:
-                raise JobError(
-                    f"{self.shown} is not UTF-8 (byte 0x{e.object[e.start]:02x} in line {number}): "
-                    "save it as UTF-8"
-                ) from e
-            yield number, raw
+        return checked_text(super().raw(), self.shown)
 
     def line(self, number: int, raw: Raw) -> JobLine:
         "The request that `raw` asks for, or its failure."
-        given = number < 1  # on the command line
-        line = (
-            parse_line(number, raw, "plain", self.chat, self.system)
-            if given
-            else super().line(number, raw)
-        )
+        if number < 1:  # on the command line
+            line = parse_line(number, raw, "plain", self.chat, self.system)
+        else:
+            line = super().line(number, raw)
         line.cells = {}
         if self.chat and isinstance(line.prompt, list) and not line.failure:
             line.failure = "invalid_request", "--chat needs text or messages, got token ids"

@@ -67,8 +67,8 @@ def _about_arithmetic(llm: LLM) -> Iterator[Message]:
 def advise(
     llm: LLM, requests: int, longest: int | None = None, shared: float = 0.0
 ) -> list[Message]:
-    """What would make so many `requests` faster in `llm`, what matters most first; empty if
-    nothing stands out.
+    """What would make `requests` faster in `llm`, the most important first; empty if nothing
+    is wrong.
 
     `longest`: tokens of the longest, prompt and answer; `shared`: the share of the prompts'
     tokens that an earlier prompt begins with too."""

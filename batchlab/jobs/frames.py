@@ -123,7 +123,7 @@ class ArrowFrame(DictFrame):
             out = out.append_column(k, pa.array(v, t or "string"))
         return self.made(out)
 
-
+# %% ../../nbs/6_jobs/45_tables.ipynb #2aa84743
 def table_of(frame: Any) -> DictFrame:
     "`frame` as one of these. Raises `PromptError` for what is no table."
     rows = isinstance(frame, (list, tuple)) and all(isinstance(row, Mapping) for row in frame)

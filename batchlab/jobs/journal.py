@@ -35,7 +35,7 @@ from batchlab.jobs.tables import (
 def no_file(path: str | Path) -> JobError:
     return JobError(f"{path} is no file: a job needs one that it can read again")
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #dad82bba
 class AnswerFile:
     "A file that grows by whole records. Raises `JobError` when the disk is full."
 
@@ -58,7 +58,7 @@ class AnswerFile:
             while done < len(data):
                 done += os.write(self.fd, data[done:])
         except BrokenPipeError:
-            raise  # whoever read standard output has left
+            raise  # the reader of standard output has left
         except OSError as e:
             done = data[:done].rfind(b"\n") + 1
             with suppress(OSError):
@@ -90,7 +90,7 @@ class AnswerFile:
         finally:
             os.close(self.fd)
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #88247613
 class StandardOutput(AnswerFile):
     "Standard output, by its descriptor, in the place of an `AnswerFile`."
 
@@ -130,7 +130,7 @@ def read_record(raw: bytes, names: AnswerNames = UNNAMED) -> Found | None:
         return None
     return found_of(names.read(d) if isinstance(d, dict) else d)
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #a629637d
 def recover_answers(
     path: str | Path, ours: bool = True, names: AnswerNames = UNNAMED
 ) -> Iterator[Found]:
@@ -165,21 +165,23 @@ def recover_answers(
             f.write(b"\n")
 
 # %% ../../nbs/6_jobs/journal.ipynb #cc2b3dca
+LEDGER = """pragma journal_mode=off; pragma synchronous=off;
+    create table lines(number integer primary key, digest text, failed integer);
+    create table ids(id blob primary key, number integer) without rowid; begin"""
+
+# %% ../../nbs/6_jobs/journal.ipynb #c488209d
 class Ledgerbook:
     """The lines that have an answer, and the ids that lines have used.
 
-    `stamps`: of the records, None for a record without one. `failed`: how many failed.
-    `finished`: the file that the records were found in, if that is finished and no journal.
-    `retry`: failures in the files are to be taken out, up to line `last`."""
+    `stamps`: of the records, None for one without. `failed`: how many failed. `finished`: the file
+    of the records if it is no journal. `retry`: take out failures up to line `last`."""
 
     def __init__(self) -> None:
         self.db, self.size, self.failed = sqlite3.connect("", isolation_level=None), 0, 0
         self.stamps: set[str | None] = set()
         self.finished: Path | None = None
         self.retry, self.last = False, sys.maxsize
-        self.db.executescript("""pragma journal_mode=off; pragma synchronous=off;
-            create table lines(number integer primary key, digest text, failed integer);
-            create table ids(id blob primary key, number integer) without rowid; begin""")
+        self.db.executescript(LEDGER)
 
     def note(self, number: int, digest: str, record: dict[str, Any]) -> None:
         "Enter a record found on the disk."
@@ -200,17 +202,13 @@ class Ledgerbook:
 
     def find(self, number: int) -> tuple[str, int] | None:
         "`(digest, failed)` of line `number` when it was answered, or None."
-        if not self.size:
-            return None
-        return self.db.execute(
-            "select digest, failed from lines where number = ?", (number,)
-        ).fetchone()
+        sql = "select digest, failed from lines where number = ?"
+        return self.db.execute(sql, (number,)).fetchone() if self.size else None
 
     def beyond(self, last: int) -> tuple[int, int]:
         "How many lines after `last` were answered, and the first of them."
-        n, first = self.db.execute(
-            "select count(*), min(number) from lines where number > ?", (last,)
-        ).fetchone()
+        sql = "select count(*), min(number) from lines where number > ?"
+        n, first = self.db.execute(sql, (last,)).fetchone()
         return n, first or 0
 
     def claim(self, custom_id: str | int, number: int) -> int | None:
@@ -311,7 +309,7 @@ def replace_file(path: str | Path, parts: Iterable[bytes]) -> None:
 
 
 def write_settings(side: str | Path, now: dict[str, Any], force: bool = False) -> None:
-    "Write the settings `now` of a job to file `side`, if no others stand there. Raises `JobError`."
+    "Write the settings `now` of a job to file `side`, unless it has others. Raises `JobError`."
     check_same(side, now, force)
     replace_file(
         side, [json.dumps(dict(batchlab=__version__, settings=now), indent=1, default=str).encode()]
@@ -319,7 +317,7 @@ def write_settings(side: str | Path, now: dict[str, Any], force: bool = False) -
 
 # %% ../../nbs/6_jobs/journal.ipynb #66668350
 def side_of(output: str | Path) -> Path:
-    "The folder that stands beside `output` while a job writes it."
+    "The folder beside `output` while a job writes it."
     return Path(f"{output}.batchlab")
 
 
@@ -340,7 +338,7 @@ def has_records(*paths: str | Path | None) -> list[str | Path]:
 
 
 def drop_side(output: str | Path) -> None:
-    "Take away what stood beside `output`, the journal first: the settings alone harm nobody."
+    "Delete what is beside `output`, the journal first: the settings alone do no harm."
     left = [*side_of(output).glob("*.new"), Path(new_of(output))]  # of a run that was killed
     for path in (side_of(output) / "answers.jsonl", settings_file(output), *left):
         path.unlink(missing_ok=True)
@@ -423,7 +421,7 @@ def table_records(output: str | Path, called: AnswerNames) -> Iterator[dict[str,
             raise taken(output)
         yield record_of_rows([*some], own, text=not table.schema)
 
-
+# %% ../../nbs/6_jobs/journal.ipynb #8f052931
 def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[Found]:
     """Yield what `output` was made of, a table or a packed file, as `read_record` does. Raises
     `JobError` if a job did not make it."""
@@ -440,7 +438,7 @@ def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Itera
 
 
 def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:
-    "Make the journal of the finished `output` again, to go on from there. Raises `JobError`."
+    "Make a journal of the finished `output`, to resume from it. Raises `JobError`."
     records = finished_records(output, names)
     replace_file(journal_of(output), (as_json(names.written(d)) for *_, d in records))
 

@@ -106,7 +106,7 @@ class JobLine:
 
     @property
     def named(self) -> dict[str, Any]:
-        "What its record says of it: its ids, and the cells that stand beside its answer."
+        "Its part of the record: its ids, and the cells that are copied beside its answer."
         return self.ids | (dict(cells=self.cells) if self.cells else {})
 
     @property
@@ -123,7 +123,7 @@ class JobLine:
             else self.messages
         )
 
-
+# %% ../../nbs/6_jobs/lines.ipynb #137db825
 def digest_of(raw: Raw) -> str:
     "8 hex digits that name the content of a line, or what is asked of a row."
     asked = raw if isinstance(raw, bytes) else repr(raw[:6] if any(raw[2:6]) else raw[:2]).encode()
@@ -140,7 +140,7 @@ _strict = json.JSONDecoder(
 
 
 def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
-    "The dict that the bytes `raw` stand for. `strict`: without NaN. Raises `BadRequest`."
+    "The JSON object in the bytes `raw`. `strict`: without NaN. Raises `BadRequest`."
     try:
         d = (_strict if strict else json.loads)(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
@@ -349,7 +349,7 @@ def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
     if given:
         plain_settings(line, dict(given), chat)
 
-
+# %% ../../nbs/6_jobs/lines.ipynb #b2ba8c2b
 def keyed_line(
     line: JobLine,
     d: dict[str, Any],

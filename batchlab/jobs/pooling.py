@@ -28,11 +28,11 @@ __all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'MANY', 'Ids', 'Inputs', 'Texts', 'FLA
            'RerankBody', 'pairs_of', 'params_of', 'parse_pooling', 'TextsOutput', 'TextsGroup', 'admit_texts',
            'encoded', 'check_finite', 'texts_usage', 'pooling_body']
 
-# %% ../../nbs/6_jobs/pooling.ipynb #701f2020
+# %% ../../nbs/6_jobs/pooling.ipynb #a4149b82
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
 TEXTS_A_PLACE = 16  # texts of a request that count as one among those under way
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #701f2020
 @dataclass
 class PoolingRequest:
     """What a body asks for. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'.
@@ -68,9 +68,8 @@ class PoolingRequest:
     def prompts(self, llm: LLM) -> list[tuple[Any, PoolingParams]]:
         "What `llm` is to run for it. Raises `PromptError`, `ParamError`."
         if self.kind not in ("score", "rerank"):
-            params = (
-                self.params if self.params.task else replace(self.params, task=llm.pooling_tasks[0])
-            )
+            params = self.params
+            params = params if params.task else replace(params, task=llm.pooling_tasks[0])
             return [(t, params) for t in self.texts]
         from batchlab.tasks.pooling import pair_up
 
@@ -138,7 +137,7 @@ class PoolBody(Body):
     mm_processor_kwargs: Empty | None = None
     chat_template_kwargs: Empty | None = None
 
-
+# %% ../../nbs/6_jobs/pooling.ipynb #d82089f4
 class ClassifyBody(PoolBody):
     input: Inputs
 

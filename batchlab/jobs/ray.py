@@ -25,7 +25,8 @@ from ..core.params import SETTINGS
 from ..errors import check_names
 from ..tasks.lora import read_modules
 from ..models import template_text
-from .job import Job, JobResult, Run
+from .job import Job, Run, in_good_order
+from .progress import JobResult
 from .journal import Ledgerbook, Outbox, replace_file
 from ..llm.pooled import PoolingParams
 from .lines import JobLine, failure_of, parse_line
@@ -169,6 +170,13 @@ _TEXT = dict(generated_text="text") | {
 _VECTOR = {k: k for k in ("embedding", "prompt_tokens", "error")}
 
 
+def _objects(values: list) -> Any:
+    "`values` as an array of numpy, whatever they are, one each."
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found
+
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #a88ea6c2
 class BatchLLM:
     """For `ds.map_batches(BatchLLM, fn_constructor_kwargs=…, batch_size=…,
     compute=ray.data.ActorPoolStrategy(size=n))`: engines in n workers.
@@ -225,13 +233,6 @@ class BatchLLM:
         yield columns | {
             k: _objects([a.get(old) for a in answers]) for k, old in self.names.items()
         }
-
-# %% ../../nbs/6_jobs/44_scaleout.ipynb #af5299c9-1
-def _objects(values: list) -> Any:
-    "`values` as an array of numpy, whatever they are, one each."
-    found = np.empty(len(values), dtype=object)
-    found[:] = values
-    return found
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #66db313b
 OLDEST_RAY = 2, 51
@@ -447,7 +448,7 @@ def portable(llm: dict | None) -> dict:
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #e27934db
 @dataclass(eq=False)
 class Actors:
-    "The workers of a `Pool` as Ray's actors: started, stopped, asked what they have to give."
+    "The workers of a `Pool` as actors of Ray: started, stopped, and their results collected."
 
     workers: int = 2
     num_cpus: float | None = None
@@ -469,9 +470,8 @@ class Actors:
             self.ray = stack.enter_context(ray_session(self.address, num_cpus=cores))
             nodes = [n["Resources"] for n in self.ray.nodes() if n["Alive"]]
             device = str(self.llm.get("device") or "auto")
-            self.num_cpus, self.num_gpus, self.llm["device"] = resources_for(
-                self.workers, device, self.num_cpus, self.num_gpus, nodes
-            )
+            asked = self.workers, device, self.num_cpus, self.num_gpus
+            self.num_cpus, self.num_gpus, self.llm["device"] = resources_for(*asked, nodes)
             self.handles = [self.start_worker() for _ in range(self.workers)]
             self.stack = stack.pop_all()
         return self
@@ -505,6 +505,19 @@ class Actors:
             except self.ray.exceptions.RayError as e:
                 got.append((calls[ref], e))
         return got
+
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #7656f33f
+def check_worker(info: WorkerInfo | str, first: WorkerInfo | None) -> WorkerInfo:
+    """`info` of a worker that was to load its model. Raises `JobError` if it could not, or has
+    another model than the `first` worker."""
+    if isinstance(info, str):
+        raise JobError(info)
+    if first and model_digest(info) != model_digest(first):
+        raise JobError(
+            "workers have different models (weights, quantization or chat template): put the "
+            "same files on all machines"
+        )
+    return info
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #c9ff10bd
 class Pool(Actors):
@@ -547,17 +560,9 @@ class Pool(Actors):
         self.say(f"a worker is gone ({why}): what it had goes to others")
 
     def on_worker_ready(self, handle: WorkerHandle, info: WorkerInfo | str) -> None:
-        """A worker has its model, as `info` says. Raises `JobError` if it could not load it, or
-        has another than the first."""
-        if isinstance(info, str):
-            raise JobError(info)
-        self.info = self.info or info
-        if model_digest(info) != model_digest(self.info):
-            raise JobError(
-                "workers have different models (weights, quantization or chat template): put the "
-                "same files on all machines"
-            )
-        handle.info = info
+        "A worker has its model, as `info` says. Raises `JobError` as `check_worker` does."
+        handle.info = check_worker(info, self.info)
+        self.info = self.info or handle.info
         if self.job:
             handle.begin(self.job)
 
@@ -602,6 +607,17 @@ def outline(line: JobLine, given: dict | None = None) -> tuple[list[int], int]:
         return text[:400], len(text) + most
     return [*text[:400].encode(errors="replace")], len(text) // 4 + most
 
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #3af641da
+def overdue_lines(d: "Dispatcher") -> list[JobLine]:
+    "Half of the lines that workers have had for more than `d.backup_after` seconds, to be copied."
+    before = time.monotonic() - d.backup_after
+    late = sorted((at, n) for h in d.handles for n, at in h.sent.items() if at < before)
+    late = [n for _, n in late if n in d.unanswered and d.deaths[n] < 2]
+    copies = {*late[: math.ceil(len(late) / 2)]}
+    for h in d.handles:
+        h.sent |= {n: math.inf for n in copies & h.sent.keys()}  # one copy each
+    return [d.unanswered[n] for n in copies]
+
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #6e292db1
 @dataclass
 class Dispatcher:
@@ -645,15 +661,7 @@ class Dispatcher:
     def backup(self, handle: WorkerHandle) -> list[JobLine]:
         """For a worker with nothing to do: copies of lines that others have had for more than
         `backup_after` seconds."""
-        if handle.sent or self.more:
-            return []
-        before = time.monotonic() - self.backup_after
-        late = sorted((at, n) for h in self.handles for n, at in h.sent.items() if at < before)
-        late = [n for _, n in late if n in self.unanswered and self.deaths[n] < 2]
-        copies = {*late[: math.ceil(len(late) / 2)]}
-        for h in self.handles:
-            h.sent |= {n: math.inf for n in copies & h.sent.keys()}  # one copy each
-        return [self.unanswered[n] for n in copies]
+        return [] if handle.sent or self.more else overdue_lines(self)
 
     def close(self, handle: WorkerHandle, number: int) -> JobLine | None:
         "Line `number` is answered by `handle`: the line, or None if it was answered before."
@@ -682,8 +690,7 @@ def count_usage(result: JobResult, record: dict[str, Any]) -> None:
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #bd932ff3
 class RayRun(Run):
-    """A run of `job` by all workers of `pool`. `backup_after`: seconds, then an idle worker
-    tries too."""
+    "A run of `job` by all workers of `pool`. `backup_after`: as in `RayJob`."
 
     def __init__(
         self, job: Job, pool: Pool, book: Ledgerbook, outbox: Outbox, backup_after: float = 120.0
@@ -691,9 +698,8 @@ class RayRun(Run):
         info = pool.ready()
         job.model_name = job.model_name or info.name
         super().__init__(job, info, book, outbox)
-        source = self.in_order(
-            self.readable, lambda lines: [outline(line, job.sampling_params) for line in lines]
-        )
+        outlines = lambda lines: [outline(line, job.sampling_params) for line in lines]
+        source = in_good_order(self, self.readable, outlines)
         full = lambda: len(outbox.held) >= 4 * job.look_ahead
         self.pool = pool
         self.dispatcher = Dispatcher(source, pool.handles, self.room, backup_after, full)
@@ -705,8 +711,7 @@ class RayRun(Run):
         self.settle(line, failure_of(line, *line.failure))
 
     def on_records(self, handle: WorkerHandle, records: list[tuple[int, dict]]) -> None:
-        """Settle what the worker of `handle` has done, and count its tokens, unless it is
-        settled already."""
+        "Settle what the worker of `handle` has done and no other did, and count its tokens."
         for number, record in records:
             if line := self.dispatcher.close(handle, number):
                 count_usage(self.result, record)
@@ -715,7 +720,7 @@ class RayRun(Run):
             self.pool.deaths = 0
 
     def on_worker_death(self, handle: WorkerHandle) -> None:
-        "The worker of `handle` is gone, and another is started: what it had goes to others."
+        "The worker of `handle` is gone and is replaced: its lines go to others."
         if line := self.dispatcher.take_back(handle):
             self.settle(
                 line, failure_of(line, "server_error", "the worker died with this request alone")
@@ -868,7 +873,7 @@ def run_on_ray(
 
     `num_cpus`, `num_gpus`: of each worker, None for its share. `address`: of a cluster whose
     machines have batchlab and the model; None takes this machine. `llm`: further arguments of
-    `LLM`. `job`: those of `Job`, and `backup_after` (see `RayJob`). Killed, it goes on where it
-    was when it is called again. Raises `JobError`."""
+    `LLM`. `job`: those of `Job`, and `backup_after` (see `RayJob`). After a kill, the same
+    call resumes it. Raises `JobError`."""
     jobs, llm = shards(RayJob(input, output, **job)), dict(llm or {}, model=model)
     return run_jobs(jobs, lambda: Pool(workers, num_cpus, num_gpus, address, llm, jobs[0].say))

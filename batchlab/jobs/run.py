@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ParamError
 from .frames import options_of
-from .job import Job, JobResult
+from .job import Job
+from .progress import JobResult
 from .lines import Postprocess
 
 if TYPE_CHECKING:
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['run']
+
+# %% ../../nbs/6_jobs/run.ipynb #662b3e6f
+def loader(name: str | None, stack: ExitStack) -> Callable[[], LLM]:
+    "A function that loads the model `name`, which is closed with `stack`."
+
+    def load() -> LLM:
+        from batchlab.api import LLM
+
+        llm = LLM(name)
+        stack.callback(llm.close)
+        return llm
+
+    return load
 
 # %% ../../nbs/6_jobs/run.ipynb #38e3e099
 def run(
@@ -80,12 +94,5 @@ def run(
         **more,
     )
     with ExitStack() as stack:
-
-        def load() -> LLM:
-            from batchlab.api import LLM
-
-            llm = LLM(name)
-            stack.callback(llm.close)
-            return llm
-
-        return one.run(load if model is None or name else model)  # type: ignore[arg-type]
+        llm = loader(name, stack) if model is None or name else model
+        return one.run(llm)  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ from .tools import conversation_with, tool_params
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.api import LLM
     from batchlab.llm.outputs import RequestGroup, RequestOutput, StreamEvent
-    from batchlab.jobs.job import Job, JobResult
+    from batchlab.jobs.job import Job
+    from batchlab.jobs.progress import JobResult
 
 # %% ../../nbs/6_jobs/runner.ipynb #66c77235
 def model_digest(llm: Any) -> str:
@@ -148,7 +149,7 @@ class ModelNames:
     `adapters`.
 
     `any_model`: a line for another is answered too, if there are no adapters, among which it may
-    be a misspelt one; None: nobody can say so."""
+    be a misspelt one; None: there is no such option."""
 
     names: Sequence[str]
     adapters: Collection[str] = ()
@@ -192,9 +193,25 @@ def name_of(model: Any) -> str:
     name = getattr(model.config, "_name_or_path", "")
     return (short_name(name) if os.path.exists(name) else name) or type(model).__name__
 
+# %% ../../nbs/6_jobs/runner.ipynb #826346e2
+def start_clock(group: Any, timeout: float | None) -> None:
+    "The time of `group` begins now, and ends `timeout` seconds later."
+    group.start = time.perf_counter()
+    if timeout:
+        group.deadline = group.start + timeout
+
+
+def withdraw(llm: Any, keys: Collection[str]) -> None:
+    "Cancel requests `keys`, and let the engine drop them."
+    for key in keys:
+        llm.cancel(key)
+    with suppress(Exception):
+        if keys:
+            llm.step()
+
 # %% ../../nbs/6_jobs/runner.ipynb #91b0aa18-1
 class LineRunner:
-    "Runs lines on `llm` as `job` says; their records go to `settle`, tokens are counted in `result`."
+    "Runs lines on `llm` as `job` says. Records go to `settle`, tokens are counted in `result`."
 
     def __init__(self, job: Job, llm: LLM, result: JobResult, settle: Settle) -> None:
         self.job, self.llm, self.result, self.settle = job, llm, result, settle
@@ -208,11 +225,9 @@ class LineRunner:
 
     def admit(self, line: JobLine) -> Admitted | None:
         "`line` and its request; None, with the line settled, if it can't run."
-        group = None
-        if not line.failure:
-            group = admit_line(self.llm, line, self.params, self.on_event, self.first)
-        if group:
-            self.first = False
+        admit = lambda: admit_line(self.llm, line, self.params, self.on_event, self.first)
+        group = None if line.failure else admit()
+        self.first = self.first and not group
         if line.failure:
             self.settle(line, failure_of(line, *line.failure))
         return group and (line, group)
@@ -220,9 +235,7 @@ class LineRunner:
     def submit(self, items: list[Admitted]) -> None:
         "Hand requests to the engine; their time begins."
         for line, group in items:
-            group.start = time.perf_counter()
-            if timeout := line.timeout or self.job.timeout:
-                group.deadline = group.start + timeout
+            start_clock(group, line.timeout or self.job.timeout)
             self.live[line.key] = line
         self.llm.submit([group for _, group in items])
 
@@ -233,7 +246,7 @@ class LineRunner:
             self.ended.append(event.output)
 
     def collect(self) -> None:
-        "Settle the requests that ended, or put them by for another try."
+        "Settle the requests that ended, or keep them for another try."
         while self.ended:
             out = self.ended.popleft()
             line = self.live.pop(out.request_id)
@@ -255,8 +268,4 @@ class LineRunner:
 
     def abandon(self) -> None:
         "Take back from the engine what it still runs."
-        for key in self.live:
-            self.llm.cancel(key)
-        with suppress(Exception):
-            if self.live:
-                self.llm.step()
+        withdraw(self.llm, self.live)

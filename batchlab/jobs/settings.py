@@ -51,7 +51,7 @@ WANTS = dict(
 
 
 def read(model: type[B], given: Any, at: str = "") -> B:
-    """`given` as a `model`; `at`: the key that it stands in. Raises `ParamError` about the first
+    """`given` as a `model`; `at`: its key in the body. Raises `ParamError` about the first
     key that does not fit."""
     if isinstance(given, dict):
         given = {k: v for k, v in given.items() if v is not None}
@@ -122,7 +122,7 @@ ADVICE = {  # what to give: instead of which parameters
     "messages with one of role system, or --system": "system",
 }
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
-ELSEWHERE = {*"chat_template guided_decoding_backend".split()}  # nothing here can stand for these
+ELSEWHERE = {*"chat_template guided_decoding_backend".split()}  # nothing here replaces these
 KNOWN_SETTINGS = (*SETTINGS, *ALIASES, *GUIDED, "response_format", "top_logprobs")
 NOT_IN_BODY = {*"logprobs prompt_logprobs prompt_logprob_start detokenize".split()}  # as they are
 OPTIONS = {*SETTINGS} - NOT_IN_BODY  # the settings that a request may have by their own names

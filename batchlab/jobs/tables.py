@@ -142,7 +142,7 @@ def check_input(name: str | Path) -> None:
             with opener_of(name)(name, "rb") as f:
                 start = f.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
         except (OSError, EOFError, lzma.LZMAError):
-            return  # whoever reads it says what is wrong
+            return  # its reader reports what is wrong
     if start[:1] in (b"", b"{"):
         return
     advice = CONVERT.get(
@@ -413,7 +413,7 @@ def can_format(how: str | None, spec: str | None) -> bool:
             return True
     return "%" in (spec or "") and "{" not in (spec or "")
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #0e57162b
 class Template:
     """Text with columns in braces, such as 'Translate to {lang}: {text}'. `{{` is a brace.
     `empty`: what stands for an empty cell, None for an error, whose options read as `spell`
@@ -562,13 +562,11 @@ def check_setting(name: str, options: Collection[str] = ()) -> None:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-2
 class AnswerNames:
-    """What the columns of the answers are called beside `columns` of the input, which keep their
-    names.
+    """The names of the answers' columns beside `columns` of the input, which keep theirs.
 
     `answer`: what an answer is, 'text' or 'embedding'. `output_column`: its name; None is that,
-    or `answer` where the input has a `text`. The others keep theirs, or are `error_2` where the
-    input has an `error`. Raises `JobError` if `output_column` is taken. `spell`: how messages
-    write an option."""
+    or `answer` where the input has a `text`. Other columns keep their names, or are `error_2`
+    where the input has an `error`. Raises `JobError` if `output_column` is taken."""
 
     def __init__(
         self,
@@ -607,7 +605,7 @@ class AnswerNames:
         return self.back.get(name) or (base if base in self.back else name)
 
     def written(self, record: dict[str, Any]) -> dict[str, Any]:
-        "`record` as it stands in a file."
+        "`record` as a file has it."
         found: dict[str, Any] = {}
         for k, v in record.items():
             found |= v if k == "cells" else {self.shown.get(k, k): v}
@@ -623,15 +621,15 @@ class AnswerNames:
                 found[self.back.get(k, k)] = v
         return found
 
-
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-3
 UNNAMED = AnswerNames()  # beside no column
 
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-3
+
 class Row(NamedTuple):
     """What a row of a table asks for. `given`: its settings and options of its conversation.
     `failure`: why it can't run.
 
-    `cells`: all its columns, if these are to stand beside the answer."""
+    `cells`: all its columns, if these are copied beside the answer."""
 
     prompt: Any = None
     custom_id: Any = None
@@ -757,7 +755,7 @@ class Columns(ColumnNames):
         return row._replace(prompt=prompt, messages=messages, given=given or None, system=system)
 
     def kept(self, cells: dict[str, Any]) -> dict[str, Any]:
-        "Those of `cells` that stand beside the answer, as JSON has them."
+        "Those of `cells` that are copied beside the answer, as JSON has them."
         names = [n for n in self.names if n != "custom_id" or self.id_column != n]
         return {n: cells[n] or None if self.text else json_value(cells[n]) for n in names}
 

@@ -133,7 +133,7 @@ class BatchClient(FileClient):
         )
 
     def wait(self, id: str, say: Callable[[str], object], every: float = 30.0) -> dict[str, Any]:
-        "Batch `id` once it has ended. Says how it goes on, and waits for a server that is away."
+        "Batch `id` once it has ended. Reports its states, and waits for a server that is away."
         said, at, pause, batch, away = "", 0.0, 0.1, {}, False
         while batch.get("status") not in ENDED:
             try:
@@ -179,7 +179,7 @@ def about(batch: dict[str, Any]) -> str:
     line = f" (line {errors[0]['line']})" if errors and errors[0].get("line") else ""
     return f"{batch['id']}: {batch['status']}, {n.get('completed', 0):,} of {n.get('total', 0):,} requests answered, {n.get('failed', 0):,} failed{why}{line}"
 
-
+# %% ../../nbs/7_serve/client.ipynb #386f00ad
 def fetch_answers(
     client: BatchClient, batch: dict[str, Any], args: Namespace, say: Callable[[str], object]
 ) -> int:

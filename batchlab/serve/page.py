@@ -43,12 +43,12 @@ class Lookout:
 
     @contextmanager
     def viewer(self) -> Iterator[Live]:
-        "Somebody looks while the context lasts. Raises `BadRequest` if there are too many."
+        "There is a viewer while the context lasts. Raises `BadRequest` if there are too many."
         self.check()
         self.viewers += 1
         if self.live is None:
             self.live = Live(self.llm)
-            self.llm.watchers.append(self.live)  # a step may be under way: nobody waits for its end
+            self.llm.watchers.append(self.live)  # a step may be under way: its end is not awaited
         try:
             yield self.live
         finally:
@@ -145,7 +145,7 @@ def page_router(batches: bool = False, names: Collection[str] | None = None) -> 
     `names`: of the server, beside its addresses and localhost, by which a browser may call it;
     None is any, for one with an API key."""
     router = APIRouter()
-    lookouts: list[Lookout] = []  # one, of the app's engine, once somebody has come
+    lookouts: list[Lookout] = []  # one, of the app's engine, after the first viewer
 
     async def page() -> Response:
         return HTMLResponse(HTML, headers=HEADERS)

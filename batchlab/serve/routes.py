@@ -57,12 +57,24 @@ class Fields(Body):
 
 
 def fields_of(form: dict[str, str]) -> Fields:
-    "What stands in `form`, a text for each of its fields. Raises `BadRequest`."
+    "The `Fields` of `form`, which has a text for each. Raises `BadRequest`."
     keys = {k: f"expires_after[{k}]" for k in ("anchor", "seconds")}
     expiry = {k: form[name] for k, name in keys.items() if name in form} or None
     given = dict(purpose=form.get("purpose"), expires_after=expiry)
     with about(given):
         return read(Fields, given)
+
+# %% ../../nbs/7_serve/routes.ipynb #deb01c03
+def calls_of(upload: Upload) -> Any:
+    "What the parser of a form calls while `upload` feeds it."
+    return dict(
+        on_part_begin=upload._part_begin,
+        on_part_data=upload._part_data,
+        on_header_field=partial(upload._header, 0),
+        on_header_value=partial(upload._header, 1),
+        on_header_end=upload._header_end,
+        on_end=lambda: setattr(upload, "whole", True),
+    )
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a6-1
 class Upload:
@@ -78,15 +90,7 @@ class Upload:
             raise BadRequest(
                 "expected a form (multipart/form-data) with the fields file and purpose"
             )
-        calls: Any = dict(
-            on_part_begin=self._part_begin,
-            on_part_data=self._part_data,
-            on_header_field=partial(self._header, 0),
-            on_header_value=partial(self._header, 1),
-            on_header_end=self._header_end,
-            on_end=lambda: setattr(self, "whole", True),
-        )
-        self.parser = MultipartParser(options[b"boundary"], calls)
+        self.parser = MultipartParser(options[b"boundary"], calls_of(self))
 
     def _part_begin(self) -> None:
         self.name, self.header = "", [b"", b""]

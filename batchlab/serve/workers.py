@@ -45,7 +45,7 @@ class BatchRayRun(RayRun):
         try:
             yield from super().steps()
         finally:
-            for handle in self.pool.handles:  # which drops the lines that nobody waits for any more
+            for handle in self.pool.handles:  # which drops the lines that are still there
                 with suppress(Exception):
                     self.pool.job and handle.begin(self.pool.job)
 
