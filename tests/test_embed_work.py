@@ -244,8 +244,9 @@ def test_a_job_of_vectors_says_what_it_can_not(tmp_path, encoder):
         (ask(0, "/classify", input="a"), "b.jsonl", "has no task 'classify'"),
     ):
         write(tmp_path / "in.jsonl", [line])
-        with pytest.raises(JobError, match=why):
+        with pytest.raises(JobError, match=why) as e:
             Job(tmp_path / "in.jsonl", tmp_path / out).run(encoder)
+        assert e.value.status == 2  # nothing had begun
 
 
 def test_a_plan_of_vectors(tmp_path, encoder):

@@ -8,6 +8,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import sources
 from docutils import nodes
 from docutils.utils.math import latex2mathml
+from fastcore.docments import docments
 from sphinx import addnodes
 
 project, copyright = "batchlab", "the batchlab authors"
@@ -103,6 +104,8 @@ def docstring(app, what, name, obj, options, lines):
     given = parameters(obj) if what in ("class", "function", "method") and module else []
     names = [g[0] for g in given]
     prose, told = sources.told(doc, names)
+    if given:  # what its docstring leaves out, comments beside the parameters say
+        told = {k: v for k, v in docments(obj).items() if k in names and v} | told
     if given and (other := ELSEWHERE.search(doc)):
         told = sources.told(doc_of(sources.meant(other[1], module)), names)[1] | told
     if told:
