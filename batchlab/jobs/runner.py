@@ -97,7 +97,7 @@ def admit_line(
         line.failure = "context_length_exceeded" if too_long else "invalid_request", group.error
     except (BadRequest, BatchlabError) as e:
         if first and isinstance(e, ModelError):
-            raise JobError(str(e), 1) from e
+            raise JobError(str(e)) from e  # no line can be answered
         line.failure = getattr(e, "code", "invalid_request"), str(e)
     except Exception as e:  # whatever a line does to a tokenizer, it does to itself alone
         line.failure = "invalid_request", f"{type(e).__name__}: {e}"[:300]
