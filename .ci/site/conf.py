@@ -18,6 +18,7 @@ exclude_patterns = ["LICENSE"]
 
 nb_execution_mode = "off"  # outputs are those in the notebooks
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # so that tables in outputs are tables
 nb_ipywidgets_js = {}  # widgets' scripts would come from the network: their pictures stand in
 myst_enable_extensions = ["attrs_block", "dollarmath"]
 html_math_renderer = "mathml"  # which browsers draw by themselves
