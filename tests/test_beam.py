@@ -375,7 +375,7 @@ def test_nothing_is_held_afterwards():
 
 
 def test_results_print_and_make_tables():
-    pytest.importorskip("pandas")
+    pytest.importorskip("pandas", reason="needs pandas: pip install '.[dev]'")
     outs = talker().beam_search(["The sea", "x" * 999, "A"], BeamSearchParams(3, 4))
     assert "1 failed" in repr(outs) and outs[1].error[:30] in repr(outs)
     assert outs[1].error[:30] in outs._repr_html_()

@@ -105,7 +105,7 @@ def test_the_llms_mode_holds_unless_a_request_has_its_own():
 
 
 def test_choices_held_to_a_grammar_are_likely_among_themselves():
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
     llm = an_llm(logprobs_mode="processed_logprobs")
     params = dict(GREEDY, max_tokens=8, logprobs=-1, structured_outputs=dict(choice=["yes", "no"]))
     for out in llm.generate(["Is it?", "Really, is it so?"], params):

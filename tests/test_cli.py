@@ -426,7 +426,7 @@ def test_what_the_command_line_names_is_looked_at_before_a_model_is(
 def test_settings_are_tried_on_the_model_before_a_line_is(
     model, tmp_path, refuses, flags, words, command
 ):
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
     write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
     out = tmp_path / "o.jsonl"
     refuses(f"{command} -i {tmp_path}/in.jsonl -o {out} --model {model} {flags}", words)

@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 
-openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")
+httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
+pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 from pydantic import BaseModel
 
 from batchlab.models import tiny_tokenizer
@@ -79,7 +79,7 @@ class Verdict(BaseModel):
 
 
 def test_answers_are_objects_of_pydantic(s):
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
     ask = dict(model="tiny", messages=TALK, response_format=Verdict, max_tokens=100, temperature=0)
     with client_of(s, strict=True) as c:
         whole = c.chat.completions.parse(**ask).choices[0].message.parsed

@@ -394,7 +394,10 @@ def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
 
 # the server
 
-fastapi, openai, httpx = map(pytest.importorskip, ("fastapi", "openai", "httpx"))
+fastapi, openai, httpx = [
+    pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
+    for name in ("fastapi", "openai", "httpx")
+]
 
 
 @contextmanager

@@ -206,7 +206,11 @@ def test_params_and_results():
     v = vector(whole)
     torch.testing.assert_close(vector(cut), F.normalize(v[:16], dim=-1))
     assert cut.outputs.hidden_size == 16 and cut.num_tokens == 3 and not (v.norm() - 1).abs() < 1e-3
-    frame = embed().to_pandas() if pytest.importorskip("pandas") else None
+    frame = (
+        embed().to_pandas()
+        if pytest.importorskip("pandas", reason="needs pandas: pip install '.[dev]'")
+        else None
+    )
     assert [len(x) for x in frame.embedding] == [64, 64]
     for call, error, words in (
         (lambda: embed(dict(dimensions=65)), ParamError, "more than the 64"),

@@ -7,9 +7,9 @@ import asyncio, contextlib, json, os, random, re, signal, socket, struct, subpro
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
+pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
+httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
 from batchlab.serve.app import Server, create_app, listen, url_of
 from helpers import running, until

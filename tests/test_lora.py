@@ -495,7 +495,9 @@ def test_the_command_line_names_adapters():
 
 
 def test_the_server_has_adapters_as_models(three, job):
-    testclient = pytest.importorskip("starlette.testclient")
+    testclient = pytest.importorskip(
+        "starlette.testclient", reason="needs starlette.testclient: pip install '.[dev]'"
+    )
     from batchlab.serve.app import create_app
 
     llm, requests, names = job[0], three[1], ("tiny", "a", "b")
@@ -522,7 +524,9 @@ def test_the_server_has_adapters_as_models(three, job):
 
 
 def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
-    testclient = pytest.importorskip("starlette.testclient")
+    testclient = pytest.importorskip(
+        "starlette.testclient", reason="needs starlette.testclient: pip install '.[dev]'"
+    )
     from batchlab.serve.app import create_app
 
     model, [a, b, _], _ = three
@@ -556,7 +560,7 @@ def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
 
 
 def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(three, tmp_path):
-    pytest.importorskip("fastapi")
+    pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
     from batchlab.jobs.job import Job, JobError
     from batchlab.serve.app import create_app
 

@@ -464,7 +464,7 @@ def test_the_log_of_failures_is_short(lines):
 
 
 def test_a_missing_llguidance_raises(llm, monkeypatch):
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     with pytest.raises(ModelError, match=r"pip install 'batchlab\[structured\]'"):
@@ -687,7 +687,7 @@ def test_no_public_argument_is_of_any_type(cls):
 
 
 def test_an_editor_knows_what_calls_take_and_give():
-    jedi = pytest.importorskip("jedi")
+    jedi = pytest.importorskip("jedi", reason="needs jedi: pip install '.[dev]'")
     code = "from batchlab import LLM\nllm = LLM()\n"
     here = jedi.Project(ROOT, added_sys_path=[str(ROOT)])
     how = dict(project=here, environment=jedi.api.environment.InterpreterEnvironment())

@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
+pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
+httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
 from batchlab.cli import page_of
 from batchlab.api import LLM

@@ -490,7 +490,7 @@ def test_more_than_there_is(pool, tmp_path, capsys, monkeypatch):
 def test_no_ray(tmp_path, monkeypatch, capsys, command, made):
     if command is not RUN:
         for name in ("fastapi", "uvicorn"):
-            pytest.importorskip(name)
+            pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
     write("in.jsonl", [ask(1)])
@@ -500,7 +500,7 @@ def test_no_ray(tmp_path, monkeypatch, capsys, command, made):
 
 def test_a_server_has_workers_for_its_batches_only(capsys):
     for name in ("fastapi", "uvicorn"):
-        pytest.importorskip(name)
+        pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
     assert main("serve --port 0 --ray 2".split()) == 2 and "--data" in capsys.readouterr().err
 
 
@@ -539,8 +539,8 @@ def test_a_batch_of_a_server_over_the_kill_of_a_worker_and_of_the_server(
     pool, folder, alone, tmp_path, program
 ):
     for name in ("fastapi", "uvicorn"):
-        pytest.importorskip(name)
-    httpx = pytest.importorskip("httpx")
+        pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
+    httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
     path, expected = alone
     p = program("serve --port 0 --data data --no-request-log")
     url = next(line.split()[-1] for line in p.stderr if "is served at" in line)

@@ -6,8 +6,8 @@ from functools import partial
 import jsonschema, pytest
 
 for name in ("fastapi", "uvicorn", "httpx", "llguidance"):
-    pytest.importorskip(name)
-openai = pytest.importorskip("openai")
+    pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
+openai = pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")
 
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer

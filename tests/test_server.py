@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
+pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
+openai = pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")
+httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -214,7 +214,7 @@ def test_settings_reach_the_engine(s, web):
 
 
 def test_structured_outputs(client):
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
     schema = dict(type="object", properties=dict(n=dict(enum=[1, 2])), required=["n"])
     schema |= dict(additionalProperties=False)
     form = dict(type="json_schema", json_schema=dict(name="n", schema=schema, strict=True))
