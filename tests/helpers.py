@@ -141,3 +141,15 @@ def same(x, y, backend):
     if isinstance(x, list) and isinstance(y, list):
         return len(x) == len(y) and all(same(a, b, backend) for a, b in zip(x, y))
     return x == y
+
+
+def longrope():
+    "A model that rotates all rows of a batch otherwise if one of them is longer than 16 tokens."
+    from batchlab.models import tiny_model
+
+    factors = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+    rope = dict(rope_type="longrope", rope_theta=10_000.0, **factors)
+    switch = dict(original_max_position_embeddings=16)
+    return tiny_model(
+        "phi3", seed=3, max_position_embeddings=128, rope_parameters=rope | switch, **switch
+    )

@@ -45,7 +45,17 @@ from batchlab.core.request import Request, RowOutput
 from batchlab.core.scheduler import Scheduler
 from invariants import check_invariants, check_pool
 from batchlab.core.cache import KVCache
-from helpers import generated, greedy, ids, in_threads, need_same_bits, oracle, python, until
+from helpers import (
+    generated,
+    greedy,
+    ids,
+    in_threads,
+    longrope,
+    need_same_bits,
+    oracle,
+    python,
+    until,
+)
 
 ARCHS = (*TINY_ARCHS, "gemma2", "gpt_oss", "qwen3_moe", "phimoe")  # the last is not fused
 PATHS = dict(
@@ -1079,16 +1089,6 @@ def test_memory_follows_the_tokens_and_reset_gives_it_back():
 
 
 # --- how a model runs
-
-
-def longrope():
-    "A model that rotates all rows of a batch otherwise if one of them is longer than 16 tokens."
-    factors = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
-    rope = dict(rope_type="longrope", rope_theta=10_000.0, **factors)
-    switch = dict(original_max_position_embeddings=16)
-    return tiny_model(
-        "phi3", seed=3, max_position_embeddings=128, rope_parameters=rope | switch, **switch
-    )
 
 
 AROUND = [[7, 8, 9], list(range(40, 52)), list(range(60, 85)), list(range(90, 130))]

@@ -21,7 +21,7 @@ from batchlab.tasks.verify import (
     wanted,
     why_not,
 )
-from helpers import oracle
+from helpers import longrope, oracle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()  # shares that end at .1, .3, .6 and 1
@@ -187,16 +187,6 @@ def test_families(arch):
     ]
     outs = llm.generate([[9], [4] * 30, [7, 8, 9]], params)
     assert llm.verify(outs).ok and llm.report.tokens > 3
-
-
-def longrope():
-    "A model that rotates a whole sequence otherwise from 17 tokens on."
-    factors = dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
-    rope = dict(rope_type="longrope", rope_theta=10_000.0, **factors)
-    switch = dict(original_max_position_embeddings=16)
-    return tiny_model(
-        "phi3", seed=3, max_position_embeddings=128, rope_parameters=rope | switch, **switch
-    )
 
 
 def test_an_answer_that_crosses_a_switch_of_rotations():
