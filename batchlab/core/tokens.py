@@ -5,7 +5,7 @@
 # %% ../../nbs/2_core/tokens.ipynb #tok00004
 from __future__ import annotations
 
-import copy, re, threading
+import copy, itertools, re, threading
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,9 @@ def make_twin(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
             setattr(new, part, it)
     new.encode_special_tokens = backend.encode_special_tokens
     added = backend.get_added_tokens_decoder()
-    for _, token in sorted(added.items()):
-        (new.add_special_tokens if token.special else new.add_tokens)([token])
+    in_order = (token for _, token in sorted(added.items()))
+    for special, tokens in itertools.groupby(in_order, lambda token: token.special):
+        (new.add_special_tokens if special else new.add_tokens)([*tokens])  # each call is slow
     if new.get_added_tokens_decoder() != added:  # ids with gaps between them: the long way
         new = type(backend).from_str(backend.to_str())
         new.no_truncation()

@@ -14,6 +14,7 @@ from ..core.backend import Backend
 from ..core.cache import Shape
 from ..errors import Unavailable
 from . import cuda, fused, kernels, modules
+from .packed import densify
 from .trial import BackendOptions, check_backend
 
 # %% auto #0
@@ -24,6 +25,7 @@ def open_torch(
     model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
 ) -> TorchBackend:
     "The backend that always runs; with `options.untried`, once it was tried: raises `Unavailable`."
+    densify(model)
     backend = TorchBackend(model, shapes, "compile=False" if options.compile is False else "")
     if options.untried:
         check_backend(model, backend, options.probe)

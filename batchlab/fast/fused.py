@@ -23,6 +23,7 @@ from ..core.cache import KVCache, Shape
 from ..core.packing import ints
 from ..errors import Unavailable
 from .experts import PackedExperts, ProbeOfMixture
+from .grouped import pack_linears
 from .int8 import Int8Linear
 from batchlab.fast.kernels import (
     AttentionWorklist,
@@ -78,7 +79,7 @@ class WeightPacker:
         )
         self.nbytes += joined.nbytes
         for m in modules:
-            release_mapped_pages(m.weight, self.files)
+            release_mapped_pages(getattr(m.weight, "raw", m.weight), self.files)
         if self.own and layer:
             replace_linears(layer, modules, joined)
         return joined
@@ -230,7 +231,8 @@ class FusedWeights:
         if self.head is not None:
             self.model.lm_head = self.head
         for p in self.model.parameters():
-            p.data = p.data.clone()  # lets the file go that they were mapped from
+            if not hasattr(p, "groups"):  # rows of an embedding are read from the file
+                p.data = p.data.clone()  # lets the file go that they were mapped from
 
 # %% ../../nbs/4_fast/25_fused.ipynb #d186f09a
 def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor]:
@@ -539,7 +541,7 @@ def choose_linear(
         raise Unavailable(f"packed layers know no quantization {options.quantization!r}")
     weights = sum(p.nbytes for p in model.parameters())
     if options.own or options.room is None or weights <= options.room:
-        return PackedLinear, ""
+        return pack_linears, ""
     return own, f"packed weights beside its own would take {weights:,} bytes more: load it by name"
 
 # %% ../../nbs/4_fast/25_fused.ipynb #78db6b72

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import Unavailable
 from .native import Kernels, Linear, pack_bytes
-from .packed import address_of, join_biases
+from .packed import address_of, join_biases, plain_weight
 from ..machine import processor_flags
 
 # %% ../../nbs/4_fast/22_int8.ipynb #ff98eb1d
@@ -110,7 +110,7 @@ class Int8Linear(nn.Module):
             "amx_int8" in processor_flags() and onednn_is_exact() if onednn is None else onednn
         )
         self.weight, scales = _in_bytes(
-            [l.weight.detach() for l in linears], kernels, self.block, self.onednn, empty
+            [plain_weight(l.weight) for l in linears], kernels, self.block, self.onednn, empty
         )
         bias, self.scales = join_biases(*linears), scales / self.block
         self.bias = None if bias is None else bias.float()

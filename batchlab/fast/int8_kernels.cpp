@@ -1,6 +1,6 @@
 // Bytes instead of numbers: mixing, rounding, products. Made from the cells of nbs/4_fast/int8_kernels.ipynb by .ci/cpp: edit the
 // notebook.
-#include "packed.cpp"
+#include "grouped.cpp"
 
 template <int S>
 static inline vf hadamard_within(vf v) {

@@ -26,6 +26,8 @@ from batchlab.core.attention import (
 from .trial import check_backend
 from .trial import BackendOptions
 from ..errors import Unavailable
+from .grouped import groups_right
+from .packed import densify
 from .int8_kernels import bytes_right
 from batchlab.fast.native import (
     COLUMNS,
@@ -247,6 +249,7 @@ def _products_right(kernels: Kernels) -> Iterator[bool]:
         want = F.linear(x.float(), w.float(), b.float()).to(dtype)
         yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
     yield from bytes_right(kernels)
+    yield from groups_right(kernels)
 
 # %% ../../nbs/4_fast/21_attention.ipynb #c63558dd
 def attend_rows(
@@ -523,6 +526,7 @@ def open_backend(
     """The backend for `model`, once it was tried. Raises `Unavailable`, or `CompileError`, see
     `usable_kernels`."""
     backend = KernelBackend(model, shapes, usable_kernels(model, shapes, options))
+    densify(model)
     try:
         check_backend(model, backend, options.probe)
     except Unavailable as e:

@@ -31,6 +31,7 @@ from batchlab.fast.packed import (
     MakeLinear,
     PackedEmbedding,
     PackedLinear,
+    densify,
     mapped_files,
     release_mapped_pages,
 )
@@ -364,6 +365,7 @@ def open_backend(
     take up to `room` bytes beside them, and where there is less room only norms are replaced;
     'int8' for weights in bytes."""
     kernels = usable_kernels(model, shapes, options)
+    densify(model)
     make, why = choose_linear(model, options, None)
     hidden = options.probe is not None and options.probe.hidden
     tried = Modules(model, kernels, make=StandIn if make else None, hidden=hidden)

@@ -60,7 +60,8 @@ def model_and_tokenizer(
             field="tokenizer",
         )
     if model is None or isinstance(model, (str, os.PathLike)):
-        model, own = load_model(model if model is None else str(model), dtype=dtype, device=device)
+        name = model if model is None else str(model)
+        model, own = load_model(name, dtype=dtype, device=device, grouped=True)
         return model, own if tokenizer is None else tokenizer
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ParamError(
@@ -429,10 +430,12 @@ def weights_digest(model: PreTrainedModel) -> str:
     """16 hex digits that tell `model` from another, also from one of the same shape: of the
     first numbers of each weight."""
     h = hashlib.blake2b(digest_size=8)
+
+    def first(p: torch.Tensor) -> torch.Tensor:
+        return (p[:16] if p.dim() else p).reshape(-1)[:16]
+
     for name, p in model.named_parameters():
-        h.update(
-            f"{name} {tuple(p.shape)} {p.dtype} {p.detach().reshape(-1)[:16].tolist()}".encode()
-        )
+        h.update(f"{name} {tuple(p.shape)} {p.dtype} {first(p.detach()).tolist()}".encode())
     return h.hexdigest()
 
 # %% ../../nbs/2_core/config.ipynb #0620f4fa
@@ -460,7 +463,8 @@ def _tensors_state(model: PreTrainedModel) -> int:
             "longrope",
         )  # such rotations write their frequencies as they run
         own = *m._parameters.values(), *([] if moving else m._buffers.values())
-        tensors.update((id(x), x) for x in own if x is not None)
+        kept = (getattr(x, "raw", x) for x in own)  # of weights in groups what is stored
+        tensors.update((id(x), x) for x in kept if x is not None)
     about = tuple((x.data_ptr(), version(x), x.shape, x.dtype) for x in tensors.values())
     samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for x in tensors.values():

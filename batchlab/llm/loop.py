@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 from ..core.backend import Backend
+from ..fast.packed import densify
 from ..fast.trial import BackendOptions
 from ..core.blocks import KVBudget
 from batchlab.llm.config import (
@@ -425,6 +426,8 @@ def probe(llm: LoadedModel) -> Backend:
         llm.shapes, llm.paddable, backend = probe_model(
             model, llm.strategy == "continuous", llm.switch, options
         )
+    if backend.name == "torch":
+        densify(model)  # the model's own code would dequantise each weight at each step
     if llm.quantization and backend.name not in ("fused", "modules"):
         raise UnsupportedModelError(
             "{asked} is for models that run on packed weights, and this one does not: {why}",

@@ -27,7 +27,6 @@ from .lengths import SHORT, chars_in, check_length
 from batchlab.models.load import (
     cache_dir,
     cpu_has_fast_bf16,
-    gguf_packing,
     load_folder,
     load_gguf,
     one_line,
@@ -77,6 +76,7 @@ def load_model(
     dtype: str | torch.dtype | None = "auto",  # 'auto', 'fp32', 'bf16', 'fp16' or a `torch.dtype`
     device: str | torch.device | None = "auto",  # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
     revision: str | None = None,  # branch, tag or commit of a hub id
+    grouped: bool = False,  # whether weights of a `.gguf` file may stay in the blocks of the file
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without
     gradients, on `device`.
@@ -89,14 +89,10 @@ def load_model(
     device = resolve_device(device)
     resolve_dtype(dtype)  # an unknown dtype is refused before anything is fetched
     path = find_model(name, revision)
-    model, tok = (load_gguf if path.is_file() else load_folder)(path, dtype, device)
-    if path.is_file() and (packing := gguf_packing(path)):
-        log.warning(
-            "%s: its weights, %s, are dequantised: they take the memory and the time of %s",
-            path.name,
-            packing,
-            str(model.dtype)[6:],
-        )
+    if path.is_file():
+        model, tok = load_gguf(path, dtype, device, grouped)
+    else:
+        model, tok = load_folder(path, dtype, device)
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
 

@@ -9,19 +9,22 @@ import contextlib, json, logging, re, warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
 from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from ..machine import cache_dir, processor_flags
+from .gguf import Unfit, model_in_groups, open_gguf, read_once
 from .sentence import first_step, lower_case
 
 if TYPE_CHECKING:
+    from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+log = logging.getLogger("batchlab")
+
 # %% auto #0
-__all__ = ['resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype']
+__all__ = ['log', 'resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype']
 
 # %% ../../nbs/3_models/load.ipynb #c76240b6
 def resolve_device(device: str | torch.device | None = "auto") -> torch.device:
@@ -418,18 +421,9 @@ def load_folder(
         return model, _read_tokenizer(folder, folder)
 
 # %% ../../nbs/3_models/load.ipynb #6ea8316f
-def _gguf_fields(path: Path) -> Callable[[str], Any]:
-    "Lookup function for the metadata of a whole `.gguf` file. Raises `ModelError`."
-    from gguf import GGUFReader
-
-    try:
-        fields = GGUFReader(path).fields
-    except Exception as e:
-        raise ModelError(
-            f"{path} is not a whole GGUF file ({one_line(e)}): fetch it again, and see that it "
-            "finishes"
-        ) from e
-    return lambda k: fields[k].contents() if k in fields else None
+def _fields(reader: GGUFReader) -> Callable[[str], Any]:
+    "Lookup function for the metadata of a `.gguf` file."
+    return lambda k: reader.fields[k].contents() if k in reader.fields else None
 
 # %% ../../nbs/3_models/load.ipynb #6c0c4f9d
 def _plain_copy(m, dtype):
@@ -459,60 +453,80 @@ def _mend_tokenizer(tok, field):
     return tok
 
 # %% ../../nbs/3_models/load.ipynb #7cf1a054
-def load_gguf(
-    path: Path, dtype: str | torch.dtype | None, device: str | torch.device = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """`(model, tokenizer or None)` of a `.gguf` file, its weights dequantised to `dtype`, on the
-    CPU."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _keeps_groups(dtype: torch.dtype, device: str | torch.device) -> bool:
+    "Whether products by weights in groups have the bits of those by weights of `dtype`."
+    if torch.device(device).type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return dtype == torch.float32 or "amx_bf16" not in processor_flags()  # it sums in another order
 
-    field = _gguf_fields(path)
-    stored = {0: torch.float32, 1: torch.float16}.get(field("general.file_type"), torch.bfloat16)
-    dtype = resolve_dtype(dtype, stored, device)
-    kw = dict(gguf_file=path.name, local_files_only=True)
-    with (
-        quiet(),
-        mock.patch(
-            "transformers.modeling_gguf_pytorch_utils.tqdm", lambda it, *args, **kw: it, create=True
-        ),
-    ):  # no bar
+
+def _read_model(path, reader, dtype, grouped):
+    "The model of a `.gguf` file, inside `read_once`."
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return model_in_groups(path, reader, dtype, grouped)
+    except Unfit:
+        kw = dict(gguf_file=path.name, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **kw)
+        return _plain_copy(model, dtype)
+
+
+def _packing(kind: int | None) -> str:
+    "What weights of a file of this type are packed as, such as 'Q4_1'; '' for plain numbers."
+    from gguf import LlamaFileType
+
+    known = {int(t): t.name.removeprefix("MOSTLY_") for t in LlamaFileType}
+    plain = kind is None or known.get(kind) in ("ALL_F32", "F16", "BF16")
+    return "" if plain else known.get(kind, "packed")
+
+# %% ../../nbs/3_models/load.ipynb #gguf0002
+def load_gguf(
+    path: Path,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device = "cpu",
+    grouped: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """`(model, tokenizer or None)` of a `.gguf` file, on the CPU: its weights dequantised to
+    `dtype`, or in the groups of the file where `grouped` and the kernels multiply by them."""
+    from transformers import AutoTokenizer
+
+    with quiet(), read_once(path) as reader:
+        field = _fields(reader)
+        kind = field("general.file_type")
+        stored = {0: torch.float32, 1: torch.float16}.get(kind, torch.bfloat16)
+        dtype = resolve_dtype(dtype, stored, device)
+        grouped = grouped and _keeps_groups(dtype, device)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **kw)
-            tok = (
-                AutoTokenizer.from_pretrained(path.parent, **kw)
-                if field("tokenizer.ggml.model")
-                else None
-            )
+            model, tok = _read_model(path, reader, dtype, grouped), None
+            if field("tokenizer.ggml.model"):
+                kw = dict(gguf_file=path.name, local_files_only=True)
+                tok = _mend_tokenizer(AutoTokenizer.from_pretrained(path.parent, **kw), field)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as e:
             arch = field("general.architecture")
-            raise _unsupported(
-                path, f"GGUF architecture {arch!r} can't be read ({one_line(e)})"
-            ) from e
-        return _plain_copy(model, dtype), tok and _mend_tokenizer(tok, field)
+            why = f"GGUF architecture {arch!r} can't be read ({one_line(e)})"
+            raise _unsupported(path, why) from e
+    if (packing := _packing(kind)) and not any(hasattr(p, "groups") for p in model.parameters()):
+        log.warning(
+            "%s: its weights, %s, are dequantised: they take the memory and the time of %s",
+            path.name,
+            packing,
+            str(model.dtype)[6:],
+        )
+    return model, tok
 
-
-def gguf_packing(path: Path) -> str:
-    """What the weights of a `.gguf` file are packed as, such as 'Q4_1'; '' for plain numbers.
-    Raises `ModelError`."""
-    from gguf import LlamaFileType
-
-    kind = _gguf_fields(path)("general.file_type")
-    known = {int(t): t.name.removeprefix("MOSTLY_") for t in LlamaFileType}
-    return (
-        ""
-        if kind is None or known.get(kind) in ("ALL_F32", "F16", "BF16")
-        else known.get(kind, "packed")
-    )
-
-
+# %% ../../nbs/3_models/load.ipynb #gguf0004
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     "The tokenizer alone of a folder or a `.gguf` file. Raises `ModelError`."
-    field = _gguf_fields(path) if path.is_file() else None
-    if not (field("tokenizer.ggml.model") if field else has_tokenizer(path)):
-        raise ModelError(f"there is no tokenizer in {path}")
-    folder, kw = (path.parent, dict(gguf_file=path.name)) if field else (path, {})
-    with quiet():
-        tok = _read_tokenizer(path, folder, **kw)
-    return _mend_tokenizer(tok, field) if field else tok
+    if not path.is_file():
+        if not has_tokenizer(path):
+            raise ModelError(f"there is no tokenizer in {path}")
+        with quiet():
+            return _read_tokenizer(path, path)
+    with quiet(), read_once(path) as reader:
+        field = _fields(reader)
+        if not field("tokenizer.ggml.model"):
+            raise ModelError(f"there is no tokenizer in {path}")
+        return _mend_tokenizer(_read_tokenizer(path, path.parent, gguf_file=path.name), field)

@@ -1,0 +1,223 @@
+"""Weights that stay in the groups of a GGUF file: the numbers of the library's own reader, and the bits of bf16 and fp32."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from batchlab import LLM, SamplingParams
+from batchlab.bench import shapes
+from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, form_of, pack_groups
+from batchlab.fast.kernels import load_kernels
+from batchlab.fast.packed import PackedLinear, densify, plain_weight
+from batchlab.llm.config import weights_digest
+from batchlab.models import load_model, tiny_gguf, tiny_model, tiny_tokenizer
+from batchlab.models import gguf as G
+from torch import nn
+
+HALVES = dict(
+    Q4_0=[0], Q4_1=[0, 2], Q5_0=[0], Q5_1=[0, 2], Q8_0=[0], Q4_K=[0, 2], Q5_K=[0, 2], Q6_K=[208]
+)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random_blocks(form, n, K, seed=0):
+    "Rows of blocks of `form` with any numbers in them, and scales of ordinary size."
+    size, weights, *_ = G.FORMS[form]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (n, K // weights, size), dtype=np.uint8)
+    for at in HALVES[form]:
+        scales = rng.normal(size=(n, K // weights, 1)).astype(np.float16)
+        blocks[..., at : at + 2] = scales.view(np.uint8)
+    return blocks.reshape(n, -1)
+
+
+def grouped(form, n, K, dtype, seed=0):
+    return G.GroupedTensor(torch.from_numpy(random_blocks(form, n, K, seed)), form, dtype)
+
+
+def linear_of(weight, bias=None):
+    layer = nn.Linear(1, 1)
+    layer.out_features, layer.in_features = weight.shape
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("form", G.FORMS)
+def test_blocks_are_the_numbers_of_the_library(form):
+    raw, kind = random_blocks(form, 33, 512), gguf.GGMLQuantizationType[form]
+    want = gguf.quants.dequantize(raw, kind)
+    assert np.array_equal(G.dequantize(raw, kind), want)
+    weight = grouped(form, 33, 512, torch.bfloat16)
+    assert torch.equal(weight.dequantize(), torch.from_numpy(want).to(torch.bfloat16))
+
+
+def test_forms_that_do_not_stay_in_groups_go_to_the_library():
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float16)
+    assert np.array_equal(G.dequantize(x, gguf.GGMLQuantizationType.F16), x.astype(np.float32))
+
+
+@pytest.mark.parametrize("form", G.FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
+    kernels, gen = load_kernels(), torch.Generator().manual_seed(1)
+    for n, K in ((96, 256), (70, 512), (3, 2048)):
+        weight = grouped(form, n, K, dtype, n)
+        bias = torch.randn(n, generator=gen).to(dtype) if n == 70 else None
+        mine = GroupedLinear(linear_of(weight, bias), kernels=kernels)
+        plain = PackedLinear(linear_of(weight.dequantize(), bias), kernels=kernels, onednn=False)
+        assert mine.weights[0][1] >= 0 and (n < 96 or mine.nbytes < plain.nbytes)
+        for rows in (1, 2, 4, 8, 11, 12, 13, 23, 64, 130):
+            x = torch.randn(rows, K, generator=gen).to(dtype)
+            if kernels.tiles and dtype == torch.bfloat16:  # a matrix unit sums in another order
+                assert torch.allclose(mine(x).float(), plain(x).float(), atol=0.5, rtol=0.1)
+                continue
+            assert torch.equal(mine(x), plain(x)), (n, K, rows)
+
+
+@pytest.mark.parametrize(
+    "forms", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", None), ("Q4_1", "Q4_1", "Q4_1")]
+)
+@pytest.mark.parametrize("sizes", [(64, 32, 40), (40, 24, 8)])
+def test_layers_side_by_side_may_have_different_forms(forms, sizes):
+    kernels, dtype = load_kernels(), torch.float32
+    weights = [
+        torch.randn(n, 256) if form is None else grouped(form, n, 256, dtype, n)
+        for form, n in zip(forms, sizes)
+    ]
+    layers = [linear_of(w, torch.randn(len(w)) if i == 1 else None) for i, w in enumerate(weights)]
+    mine = GroupedLinear(*layers, kernels=kernels)
+    plain = PackedLinear(
+        *(linear_of(plain_weight(l.weight), l.bias) for l in layers), kernels=kernels, onednn=False
+    )
+    for rows in (1, 13):
+        x = torch.randn(rows, 256)
+        assert torch.equal(mine(x), plain(x))
+    assert mine.sizes == plain.sizes and mine.panels._length_ == -(-sum(sizes) // 32)
+
+
+def test_every_form_of_files_has_one_in_the_kernels():
+    for form in G.FORMS:
+        groups = Groups(*grouped(form, 32, 256, torch.float32).groups())
+        found = form_of(groups)
+        assert found is not None and found in FORMS
+        packed = pack_groups(groups, found, load_kernels())
+        assert packed.shape == (1, 256 // found.group, found.nbytes)
+
+
+def test_a_grouped_tensor_is_its_numbers_for_torch():
+    w = nn.Parameter(grouped("Q4_1", 40, 64, torch.bfloat16), requires_grad=False)
+    plain, x = w.dequantize(), torch.randn(3, 64).bfloat16()
+    assert type(plain) is torch.Tensor and w.shape == (40, 64) and w.nbytes == 40 * 2 * 20
+    assert torch.equal(nn.functional.linear(x, w), nn.functional.linear(x, plain))
+    ids = torch.tensor([[3, 39], [0, 3]])
+    assert torch.equal(nn.functional.embedding(ids, w), plain[ids])
+    assert torch.equal(w[:16], plain[:16]) and torch.equal(w + 1, plain + 1)
+    assert torch.equal(w.float(), plain.float()) and torch.equal(w.T, plain.T)
+
+
+def test_metadata_read_at_once_is_what_the_library_reads(tmp_path):
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    mine, theirs = G.open_gguf(path), gguf.GGUFReader(path)
+    assert [*mine.fields] == [*theirs.fields]
+    for a, b in zip(mine.fields.values(), theirs.fields.values()):
+        assert (a.types, [*a.data], a.contents()) == (b.types, [*b.data], b.contents())
+        assert all(p.dtype == q.dtype and np.array_equal(p, q) for p, q in zip(a.parts, b.parts))
+    for a, b in zip(mine.tensors, theirs.tensors):
+        assert a.name == b.name and np.array_equal(a.data, b.data)
+
+
+@pytest.fixture(scope="module")
+def file_of(tmp_path_factory):
+    "A GGUF file of a tiny model of a family whose matrices are of a kind, made once."
+    made = {}
+
+    def make(arch, kind):
+        if (arch, kind) not in made:
+            folder = tmp_path_factory.mktemp(arch)
+            sizes = (
+                dict(head_dim=128) if arch == "qwen3" else {}
+            )  # what transformers takes it to be
+            model = tiny_model(arch, **sizes).to(torch.bfloat16)
+            model.save_pretrained(folder)
+            tiny_tokenizer().save_pretrained(folder)
+            made[arch, kind] = shapes.gguf_of(folder, folder, kind)
+        return made[arch, kind]
+
+    return make
+
+
+KINDS = ["q4_0", "q8_0"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", shapes.GGUF_ARCHS)
+def test_a_model_in_groups_has_the_weights_of_one_that_is_dequantised(file_of, arch, kind):
+    path = file_of(arch, kind)
+    mine, plain = (load_model(path, dtype="bf16", grouped=g)[0] for g in (True, False))
+    kept = [name for name, p in mine.named_parameters() if hasattr(p, "groups")]
+    assert len(kept) >= 2 * mine.config.num_hidden_layers * 7 // 2
+    assert not any(hasattr(p, "groups") for p in plain.parameters())
+    assert weights_digest(mine) == weights_digest(plain)
+    ids = torch.tensor([[1, 20, 40, 60]])
+    with torch.inference_mode():
+        assert torch.equal(mine(ids).logits, plain(ids).logits)
+    densify(mine)
+    own = plain.state_dict()
+    assert all(torch.equal(p, own[name]) for name, p in mine.state_dict().items())
+    assert (mine.lm_head.weight is mine.get_input_embeddings().weight) == (
+        plain.lm_head.weight is plain.get_input_embeddings().weight
+    )
+
+
+PROMPTS = [[1, 5, 9], [1, 30, 31, 32, 33, 34, 35, 40, 41, 42, 43, 44, 45], [7], [1, 50, 51, 52, 53]]
+
+
+def answers(llm, n=9):
+    greedy = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, logprobs=2)
+    seeded = SamplingParams(max_tokens=n, temperature=1, seed=3, ignore_eos=True, logprobs=2)
+    outs = llm.generate(PROMPTS * 4, [greedy, seeded] * 8)
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", shapes.GGUF_ARCHS)
+def test_answers_have_the_bits_of_those_by_plain_numbers(file_of, arch, kind, dtype):
+    path = file_of(arch, kind)
+    model, tok = load_model(path, dtype=dtype)
+    plain, mine = LLM(model, tokenizer=tok), LLM(path, dtype=dtype)
+    if load_kernels().tiles and dtype == "bf16":
+        pytest.skip("with a matrix unit weights of bf16 don't stay in groups")
+    assert mine.backend.name == plain.backend.name == "fused"
+    assert mine.backend.nbytes < plain.backend.nbytes
+    assert answers(mine) == answers(plain)
+    if dtype == "fp32":
+        for ids in PROMPTS:
+            want = model.generate(torch.tensor([ids]), max_new_tokens=9, min_new_tokens=9)
+            greedy = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+            [got] = mine.generate([ids], greedy)
+            assert got.outputs[0].token_ids == want[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(compile=False),
+        dict(quantization="int8"),
+        dict(strategy="loop"),
+        dict(strategy="static"),
+    ],
+    ids=str,
+)
+def test_ways_that_know_no_groups_get_plain_numbers(file_of, options):
+    path = file_of("llama", "q4_0")
+    model, tok = load_model(path, dtype="fp32")
+    plain, mine = LLM(model, tokenizer=tok, **options), LLM(path, dtype="fp32", **options)
+    assert not any(
+        hasattr(p, "groups")
+        for m in mine.model.modules()
+        for p in m._parameters.values()
+        if isinstance(m, nn.Linear)
+    )
+    assert [a for a, _ in answers(mine)] == [a for a, _ in answers(plain)]
