@@ -6,31 +6,60 @@ struct fp16 {
     uint16_t x;
 };
 [[maybe_unused]] static inline float one(const fp16* p) {
-    uint32_t u = (uint32_t)(p->x & 0x7fff) << 13, sign = (uint32_t)(p->x & 0x8000) << 16;
+    const uint32_t sign = (uint32_t)(p->x & 0x8000) << 16;
+    uint32_t u = (uint32_t)(p->x & 0x7fff) << 13;
+    if ((p->x & 0x7c00) != 0x7c00) {
+        float f;
+        memcpy(&f, &u, 4), f *= 0x1p112f, memcpy(&u, &f, 4);  // the exponent of fp32; also right for the smallest numbers
+    } else
+        u |= 0x7f800000;  // an infinity, or no number
+    u |= sign;
     float f;
-    if (u >= 31 << 23) u |= 0x7f800000;  // no number
     memcpy(&f, &u, 4);
-    f *= 0x1p112f;  // the exponent of fp32; also right for fp16's smallest numbers
-    memcpy(&u, &f, 4);
-    u |= sign, memcpy(&f, &u, 4);
     return f;
 }
-// A group of a panel: the scales of its NR outputs, in S; the offsets, in S, if it has some; then for each output G whole numbers
-// of BITS bits. A number of 4 bits is less ZERO.
-template <int BITS, class S, bool OFFSETS, int G, int ZERO = 0>
+// How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets if there are some; then the numbers,
+// of which those of 4 bits are stored plus `zero`
 struct Form {
-    static constexpr int bits = BITS, group = G, zero = ZERO;
-    static constexpr bool offsets = OFFSETS;
-    static constexpr i64 scales = NR * sizeof(S) * (1 + OFFSETS), bytes = scales + NR * G * BITS / 8;
-    typedef S scale;
+    i64 bits, group, zero, wide, offsets;
+    i64 scales() const { return NR * (wide ? 4 : 2) * (1 + offsets); }
+    i64 bytes() const { return scales() + NR * group * bits / 8; }
 };
-// Where number k of output o is among the numbers of a group, counted in BITS
-template <int BITS>
-static inline i64 number_at(i64 o, i64 k) {
+static const Form FORMS[] = {
+    {4, 32, 8, 0, 0}, {4, 32, 0, 0, 1}, {4, 32, 0, 1, 1}, {8, 32, 0, 0, 0}, {8, 32, 0, 0, 1}, {8, 32, 0, 1, 1}, {8, 16, 0, 1, 0},
+};
+// Where number k of output o is among the numbers of a group, counted in bits / 8 bytes
+static inline i64 number_at(const Form& f, i64 o, i64 k) {
     const i64 lane = o % 8 * 2 + k % 2, eight = o / 8;
-    if (BITS == 8) return (k / 2 * 4 + eight) * 16 + lane;
-    return ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2;
+    return f.bits == 8 ? (k / 2 * 4 + eight) * 16 + lane : ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2;
 }
+
+// Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros
+template <class T>
+static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
+    const Form f = FORMS[form];
+    const i64 n = K / f.group, size = f.wide ? 4 : 2;
+#pragma omp parallel for schedule(dynamic)
+    for (i64 p = 0; p < (N + NR - 1) / NR; p++)
+        for (i64 g = 0; g < n; g++) {
+            uint8_t *group = to + (p * n + g) * f.bytes(), *q = group + f.scales();
+            memset(group, 0, f.bytes());
+            for (i64 o = 0; o < NR && p * NR + o < N; o++) {
+                const i64 r = p * NR + o;
+                memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
+                if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
+                const int8_t* x = numbers + r * K + g * f.group;
+                for (i64 k = 0; k < f.group; k++) {
+                    const i64 at = number_at(f, o, k);
+                    if (f.bits == 8)
+                        q[at] = x[k];
+                    else
+                        q[at / 2] |= (x[k] + f.zero) << at % 2 * 4;
+                }
+            }
+        }
+}
+EXPORT(pack_groups)
 
 #ifdef __AVX512F__
 static inline vf twice(const float* p) {  // p[0], p[0], p[1], p[1], ...
@@ -41,137 +70,128 @@ static inline vf twice(const fp16* p) {
     const __m128i x = _mm_loadu_si128((const __m128i*)p), low = _mm_unpacklo_epi16(x, x), high = _mm_unpackhi_epi16(x, x);
     return (vf)_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
 }
-// Two rows of a panel, k and k + 1, of 16 outputs: each lane of a and b has an output's k, the next lane its k + 1
-static inline void put_pairs(bf16* to, vf a, vf b) {
+template <class S>
+static inline void read_scales(const uint8_t* from, const Form& f, vf (&a)[4], vf (&b)[4]) {  // of 8 outputs in each
+    for (int o = 0; o < 4; o++) {
+        a[o] = twice((const S*)from + 8 * o);
+        if (f.offsets) b[o] = twice((const S*)from + NR + 8 * o);
+    }
+}
+
+// Calls put(v) for numbers k and k + 1 of all outputs of a panel, k ascending: v[o] has outputs 8 o to 8 o + 7, for each the k-th
+// and the next
+template <int BITS, class F>
+static inline void expand(const uint8_t* from, const Form& f, i64 K, F put) {
+    vf table, a[4], b[4] = {all(-0.f), all(-0.f), all(-0.f), all(-0.f)};
+    for (int i = 0; i < 16; i++) table[i] = i - f.zero;
+    for (i64 k = 0; k < K; k += 16) {
+        if (k % f.group == 0) {
+            f.wide ? read_scales<float>(from, f, a, b) : read_scales<fp16>(from, f, a, b);
+            from += f.scales();
+        }
+        __m512i four[4];
+        if (BITS == 4)
+            for (int o = 0; o < 4; o++, from += 64) four[o] = _mm512_loadu_si512(from);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) {
+            vf v[4];
+            for (int o = 0; o < 4; o++) {
+                __m512 x;
+                if (BITS == 4)  // the lower 4 bits of each lane choose
+                    x = _mm512_permutexvar_ps(_mm512_srli_epi32(four[o], 4 * j), (__m512)table);
+                else {
+                    x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+                    from += 16;
+                }
+                v[o] = (vf)_mm512_fmadd_ps((__m512)a[o], x, (__m512)b[o]);
+            }
+            put(v);
+        }
+    }
+}
+
+static inline __m512i rounded(vf a, vf b) {  // in bf16
 #ifdef __AVX512BF16__
-    const __m512i y = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
 #else
     const __m256i p = _mm512_cvtepi32_epi16((__m512i)nearest(a)), q = _mm512_cvtepi32_epi16((__m512i)nearest(b));
-    const __m512i y = _mm512_inserti64x4(_mm512_castsi256_si512(p), q, 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(p), q, 1);
 #endif
-    _mm512_storeu_si512(to, y);
 }
-static inline void put_pairs(float* to, vf a, vf b) {
+static inline void put_rows(bf16* to, const vf (&v)[4]) {
+    _mm512_storeu_si512(to, rounded(v[0], v[1])), _mm512_storeu_si512(to + NR, rounded(v[2], v[3]));
+}
+static inline void put_rows(float* to, const vf (&v)[4]) {
     const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    store(to, (vf)_mm512_permutex2var_ps((__m512)a, even, (__m512)b));
-    store(to + NR, (vf)_mm512_permutex2var_ps((__m512)a, odd, (__m512)b));
+    for (int i = 0; i < 4; i++) {
+        const __m512 a = (__m512)v[i % 2 * 2], b = (__m512)v[i % 2 * 2 + 1];
+        store(to + i * W, (vf)_mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(i / 2)), b));
+    }
 }
-#endif
-// The numbers of groups, n of them, as a panel of T
-template <class F, class T>
-static void expand(const uint8_t* from, T* to, i64 n) {
-    typedef const typename F::scale* Scales;
-    for (i64 g = 0; g < n; g++, from += F::bytes) {
-        const uint8_t* q = from + F::scales;
-#ifdef __AVX512F__
-        constexpr i64 next = std::is_same_v<T, float> ? W : NR;  // from the first 16 outputs to the second
-        vf table, a[4], b[4];
-        for (int i = 0; i < 16; i++) table[i] = i - F::zero;
-        for (int o = 0; o < 4; o++) {
-            a[o] = twice((Scales)from + 8 * o);
-            b[o] = F::offsets ? twice((Scales)from + NR + 8 * o) : all(-0.f);
-        }
-        for (int k = 0; k < F::group; k += 16) {
-            __m512i four[4];
-            if (F::bits == 4)
-                for (int o = 0; o < 4; o++, q += 64) four[o] = _mm512_loadu_si512(q);
-#pragma GCC unroll 8
-            for (int j = 0; j < 8; j++, to += 2 * NR) {
-                vf v[4];
-                for (int o = 0; o < 4; o++) {
-                    if (F::bits == 4)  // the lower 4 bits of each lane choose
-                        v[o] = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32(four[o], 4 * j), (__m512)table);
-                    else {
-                        v[o] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)q)));
-                        q += 16;
-                    }
-                    v[o] = F::offsets ? (vf)_mm512_fmadd_ps((__m512)a[o], (__m512)v[o], (__m512)b[o]) : a[o] * v[o];
-                }
-                put_pairs(to, v[0], v[1]), put_pairs(to + next, v[2], v[3]);
-            }
-        }
+template <class T>
+static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
+    const auto put = [&](const vf(&v)[4]) { put_rows(to, v), to += 2 * NR; };
+    f.bits == 4 ? expand<4>(from, f, K, put) : expand<8>(from, f, K, put);
+}
 #else
-        for (int k = 0; k < F::group; k += 2, to += 2 * NR) {
-            float x[2 * NR];
-            for (int o = 0; o < NR; o++)
-                for (int i = 0; i < 2; i++) {
-                    const i64 at = number_at<F::bits>(o, k + i);
-                    const int number = F::bits == 4 ? (q[at / 2] >> at % 2 * 4 & 15) - F::zero : (int8_t)q[at];
-                    const float offset = F::offsets ? one((Scales)from + NR + o) : -0.f;
-                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = one((Scales)from + o) * number + offset;
+static inline float scale_at(const uint8_t* from, const Form& f, i64 i) {
+    return f.wide ? one((const float*)from + i) : one((const fp16*)from + i);
+}
+template <class T>
+static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
+    float x[2 * NR];
+    for (i64 g = 0; g < K / f.group; g++, from += f.bytes())
+        for (i64 k = 0; k < f.group; k += 2, to += 2 * NR) {
+            for (i64 o = 0; o < NR; o++)
+                for (i64 i = 0; i < 2; i++) {
+                    const i64 at = number_at(f, o, k + i);
+                    const uint8_t* q = from + f.scales();
+                    const int number = f.bits == 4 ? (int)(q[at / 2] >> at % 2 * 4 & 15) - (int)f.zero : (int8_t)q[at];
+                    const float offset = f.offsets ? scale_at(from, f, NR + o) : -0.f;
+                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = scale_at(from, f, o) * number + offset;
                 }
-            for (int i = 0; i < 2 * NR; i += W) store(to + i, load(x + i));
+            for (i64 i = 0; i < 2 * NR; i += W) store(to + i, load(x + i));
         }
+}
 #endif
-    }
-}
 
-template <class T>
-struct Expander {
-    i64 bits, group, bytes, zero, wide, offsets;
-    void (*expand)(const uint8_t*, T*, i64);
-};
-template <class F, class T>
-constexpr Expander<T> expander = {F::bits, F::group, F::bytes, F::zero, sizeof(typename F::scale) == 4, F::offsets, expand<F, T>};
-template <class T>
-static const Expander<T>& form_of(i64 i) {
-    static const Expander<T> forms[] = {
-        expander<Form<4, fp16, false, 32, 8>, T>, expander<Form<4, fp16, true, 32>, T>, expander<Form<4, float, true, 32>, T>,
-        expander<Form<8, fp16, false, 32>, T>,    expander<Form<8, fp16, true, 32>, T>, expander<Form<8, float, true, 32>, T>,
-        expander<Form<8, float, false, 16>, T>,
-    };
-    return forms[i];
-}
-struct Panel {
-    const void* at;
-    i64 form;  // of `form_of`; -1 for a panel of the dtype
-};
-
-// Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros
-template <class T>
-static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
-    const Expander<T>& f = form_of<T>(form);
-    const i64 n = K / f.group, size = f.wide ? 4 : 2, first = NR * size * (1 + f.offsets);
-#pragma omp parallel for schedule(dynamic)
-    for (i64 p = 0; p < (N + NR - 1) / NR; p++)
-        for (i64 g = 0; g < n; g++) {
-            uint8_t* group = to + (p * n + g) * f.bytes;
-            memset(group, 0, f.bytes);
-            for (i64 o = 0; o < NR && p * NR + o < N; o++) {
-                const i64 r = p * NR + o;
-                memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
-                if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
-                const int8_t* x = numbers + r * K + g * f.group;
-                for (i64 k = 0; k < f.group; k++)
-                    if (f.bits == 8)
-                        group[first + number_at<8>(o, k)] = x[k];
-                    else {
-                        const i64 at = number_at<4>(o, k);
-                        group[first + at / 2] |= (x[k] + f.zero) << at % 2 * 4;
-                    }
-            }
+#ifdef __AVX512BF16__
+// A block of M rows, multiplied while the numbers are in registers; they are put into `room`, too, if that is not null
+template <int M, int BITS, bool KEEP>
+static void first_block(const bf16* a, const uint8_t* from, const Form& f, const bf16* bias, i64 K, bf16* c, i64 ldc, int n,
+                        bf16* room) {
+    vf s[M][2] = {};
+    expand<BITS>(from, f, K, [&](const vf(&v)[4]) {
+        const __m512i y[2] = {rounded(v[0], v[1]), rounded(v[2], v[3])};
+        if (KEEP) _mm512_storeu_si512(room, y[0]), _mm512_storeu_si512(room + NR, y[1]), room += 2 * NR;
+        for (int i = 0; i < M; i++) {
+            int32_t pair;
+            memcpy(&pair, a + 2 * i, 4);
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
+            for (int j = 0; j < 2; j++) s[i][j] = (vf)_mm512_dpbf16_ps((__m512)s[i][j], x, (__m512bh)y[j]);
         }
-}
-EXPORT(pack_groups)
-
-constexpr int PIECE = 64;  // numbers of a row that are expanded at a time: a piece of a panel stays in the first cache
-template <int M, class T>
-static void piecewise(const T* a, const uint8_t* b, const Expander<T>& f, const T* bias, i64 K, T* c, i64 ldc, int n) {
-    alignas(64) T piece[PIECE * NR];
-    vf s[M][NV] = {};
-    for (i64 k = 0; k < K; k += PIECE) {
-        const i64 some = std::min<i64>(PIECE, K - k);
-        f.expand(b, piece, some / f.group), b += some / f.group * f.bytes;
-        for (i64 i = 0; i < some / 2; i++, a += 2 * M) multiply(a, 4 / sizeof(T), piece + 2 * NR * i, NR, s, M);
-    }
+        a += 2 * M;
+    });
     for (int i = 0; i < M; i++)
-        for (int j = 0; j < NV; j++) {
+        for (int j = 0; j < 2; j++) {
             const int m = std::clamp(n - j * W, 0, W);
             if (m) part_store(c + i * ldc + j * W, bias ? s[i][j] + part(bias + j * W, m) : s[i][j], m);
         }
 }
+#endif
 
+struct Panel {
+    const void* at;
+    i64 form;  // of FORMS; -1 for a panel of the dtype
+};
+// The rows of a product: the first block is small, since its sums share the registers with what expands a panel for all
+struct RowBlocks {
+    i64 rows, first, others;
+    RowBlocks(i64 rows) : rows(rows), first(rows > 8 ? 5 : rows), others((rows - first + MR - 1) / MR) {}
+    i64 count() const { return 1 + others; }
+    i64 begin(i64 q) const { return q < 2 ? q * first : first + (rows - first) * (q - 1) / others; }
+    i64 size(i64 q) const { return begin(q + 1) - begin(q); }
+};
 // Blocks first to last (excluded) of all packed rows by a panel, the p-th of N outputs
 template <class T>
 static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, T* out, i64 M, i64 N, i64 K, i64 first,
@@ -179,40 +199,57 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
     static thread_local std::vector<T> room;
     const T *b = (const T*)panel.at, *added = bias ? bias + p * NR : bias;
     const int n = std::min<i64>(NR, N - p * NR);
-    const Blocks blocks(M);
-    if (panel.form >= 0 && last - first > 1) {
-        const Expander<T>& f = form_of<T>(panel.form);
-        room.resize(NR * K);
-        f.expand((const uint8_t*)panel.at, room.data(), K / f.group), b = room.data();
+    const RowBlocks blocks(M);
+    const auto at = [&](i64 q) { return out + blocks.begin(q) * N + p * NR; };
+    if (panel.form >= 0) {
+        const Form& f = FORMS[panel.form];
+        const auto* from = (const uint8_t*)panel.at;
+        room.resize(NR * K), b = room.data();
+#ifdef __AVX512BF16__
+        if constexpr (std::is_same_v<T, bf16>) {
+            by_count<MR>(blocks.size(first), [&](auto m) {
+                const T* a = x + blocks.begin(first) * K;
+                const auto multiply = [&](auto bits, auto keep) {
+                    first_block<m, bits, keep>(a, from, f, added, K, at(first), N, n, room.data());
+                };
+                const std::integral_constant<int, 4> four;
+                const std::integral_constant<int, 8> eight;
+                if (last - first > 1)
+                    f.bits == 4 ? multiply(four, std::true_type()) : multiply(eight, std::true_type());
+                else
+                    f.bits == 4 ? multiply(four, std::false_type()) : multiply(eight, std::false_type());
+            });
+            first++;
+        } else
+#endif
+            expand_panel(from, f, K, room.data());
     }
-    for (i64 q = first; q < last; q++) {
-        const i64 r = q * blocks.each;
-        const T* a = x + r * K;
-        T* c = out + r * N + p * NR;
-        by_count<MR>(std::min(blocks.each, M - r), [&](auto m) {
-            if (panel.form >= 0 && last - first == 1)
-                piecewise<m>(a, (const uint8_t*)panel.at, form_of<T>(panel.form), added, K, c, N, n);
-            else
-                block<m>(a, b, added, K, c, N, n, nullptr, 0);
-        });
-    }
+    for (i64 q = first; q < last; q++)
+        by_count<MR>(blocks.size(q), [&](auto m) { block<m>(x + blocks.begin(q) * K, b, added, K, at(q), N, n, nullptr, 0); });
 }
+
 namespace shared {
 template <class T>
 static void grouped_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
-    const T* rows = pack(x, packed, M, K);
-    const i64 count = (N + NR - 1) / NR, threads = omp_get_num_threads(), blocks = Blocks(M).n;
-    const i64 parts = std::clamp<i64>(4 * threads / count, 1, blocks / 4 + 1);
+    const RowBlocks blocks(M);
+#pragma omp for
+    for (i64 q = 0; q < blocks.count(); q++) {
+        const i64 r = blocks.begin(q);
+        pack_block([=](int i) { return (const uint32_t*)(x + (r + i) * K); }, (uint32_t*)(packed + r * K), blocks.size(q),
+                   K * sizeof(T) / 4);
+    }
+    const i64 count = (N + NR - 1) / NR, threads = omp_get_num_threads();
+    const i64 parts = std::clamp<i64>(4 * threads / count, 1, blocks.count() / 4 + 1);
 #pragma omp for
     for (i64 u = 0; u < count * parts; u++) {
         const i64 p = u / parts, i = u % parts;
-        grouped_panel(rows, panels[p], p, bias, out, M, N, K, blocks * i / parts, blocks * (i + 1) / parts);
+        grouped_panel<T>(packed, panels[p], p, bias, out, M, N, K, blocks.count() * i / parts, blocks.count() * (i + 1) / parts);
     }
 }
 }  // namespace shared
 template <class T>
 static void grouped_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K) {
-    std::vector<T> packed(M > 1 ? M * K : 0);
+    std::vector<T> packed(M * K);
 #pragma omp parallel if (M * N * K > 100000)
     shared::grouped_product(x, panels, bias, out, M, N, K, packed.data());
 }

@@ -18,7 +18,7 @@ from torch import nn
 from .native import DTYPES, SOURCE, Kernels, Linear, address, struct
 from .packed import PackedLinear, address_of, join_biases, plain_weight
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #4f1baa83
+# %% ../../nbs/4_fast/23_four_bits.ipynb #57bc14ef
 class Groups(NamedTuple):
     """A weight `[N, K]` as whole numbers and the scales of groups of them along a row: a number
     times its scale, plus its offset, is the weight.
@@ -59,11 +59,11 @@ class Form:
         return 32 * (self.scale.itemsize * (1 + self.offsets) + self.group * self.bits // 8)
 
 
-_FORM = re.compile(r"expander<Form<(\d), (\w+), (\w+), (\d+)(?:, (\d))?>, T>")
-_SCALE = dict(fp16=torch.float16, float=torch.float32)
+[_TABLE] = re.findall(r"Form FORMS\[\] = {(.*?)};", SOURCE, re.S)
 FORMS = [
-    Form(i, int(bits), _SCALE[scale], offsets == "true", int(group), int(zero or 0))
-    for i, (bits, scale, offsets, group, zero) in enumerate(_FORM.findall(SOURCE))
+    Form(i, bits, torch.float32 if wide else torch.float16, bool(offsets), group, zero)
+    for i, row in enumerate(re.findall(r"{([^}]*)}", _TABLE))
+    for bits, group, zero, wide, offsets in [map(int, row.split(","))]
 ]
 
 
@@ -73,7 +73,7 @@ def form_of(groups: Groups) -> Form | None:
     want = groups.bits, groups.scales.dtype, groups.offsets is not None, size
     return next((f for f in FORMS if (f.bits, f.scale, f.offsets, f.group) == want), None)
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #b5d75e38
+# %% ../../nbs/4_fast/23_four_bits.ipynb #8bc3580d
 def pack_groups(
     groups: Groups,
     form: Form,
@@ -90,7 +90,7 @@ def pack_groups(
     kernels.calls["pack_groups", torch.float32](*parts, panels.data_ptr(), N, K, form.index)
     return panels
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #57bc14ef
+# %% ../../nbs/4_fast/23_four_bits.ipynb #e1b5dc6a
 @struct
 class Panel(ctypes.Structure):
     "Where a panel is, and the index of its form: -1 for numbers of the model's dtype."
@@ -113,7 +113,7 @@ def grouped_product(
     kernels.calls["grouped_product", d](at, table, added, out.data_ptr(), M, n, K)
     return out
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #8bc3580d
+# %% ../../nbs/4_fast/23_four_bits.ipynb #1b7ec994
 def _grouped(weights: list[Any]) -> tuple[Groups, Form] | None:
     "The groups of `weights`, one below the other, and their form, if they have one in common."
     found = [Groups(*w.groups()) for w in weights if hasattr(w, "groups")]
@@ -181,7 +181,7 @@ def pack_linears(
     grouped = any(hasattr(l.weight, "groups") for l in linears)
     return (GroupedLinear if grouped else PackedLinear)(*linears, kernels=kernels, empty=empty)
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #e1b5dc6a
+# %% ../../nbs/4_fast/23_four_bits.ipynb #308d1d86
 def groups_right(kernels: Kernels) -> Iterator[bool]:
     "Whether products by groups of each form have the bits of those by the numbers that they are."
     gen = torch.Generator().manual_seed(0)
