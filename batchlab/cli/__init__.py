@@ -13,7 +13,8 @@ from pathlib import Path
 from dataclasses import fields
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
-from .flags import FlagParser, completion, fields_of, llm_names, parse_args, parser_of
+from .flags import bench_parser, completion, fields_of, llm_names
+from .flags import parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
@@ -399,6 +400,7 @@ def run_with_ray(args: Namespace, job: Job) -> JobResult:
 def plan_job(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.jobs.job import Job
+    from batchlab.tasks.admit import no_text
 
     args.embed = vectors_asked(args) if args.embed else None
     with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
@@ -406,6 +408,8 @@ def plan_job(args: Namespace, llm: LLM | None = None) -> int:
         job.check()
         llm = llm or load_llm(args)
         if not (llm.can_generate or args.embed) and job.line_form == "plain":
+            if "embed" not in llm.pooler.tasks:
+                raise no_text(llm)
             raise JobError("this model writes no text: --embed plans for vectors of the texts")
         return print_plan(job.plan(llm, args.calibrate), args)
 
@@ -668,7 +672,7 @@ def bench(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab bench`. Returns the exit status."
     from batchlab.bench.__main__ import main
 
-    return main(args.rest, FlagParser, parser_of("run").spell)
+    return main(args.rest, bench_parser(), parser_of("run").spell)
 
 # %% ../../nbs/7_serve/cli.ipynb #stream02
 @contextlib.contextmanager
