@@ -241,12 +241,13 @@ def check_given(args: Namespace) -> None:
         args.settings = settings_of(args)
 
 
-def load_llm(args: Namespace) -> LLM:
-    """The `LLM` that the arguments ask for. Raises `BatchlabError`, also if the sampling flags
-    are none for its vocabulary and tokenizer: every line would fail of them."""
+def load_llm(args: Namespace, kind: type[LLM] | None = None) -> LLM:
+    """The `LLM`, or an object of that `kind`, that the arguments ask for. Raises `BatchlabError`,
+    also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
+    them."""
     from batchlab.api import LLM
 
-    llm = LLM(**llm_options(args))
+    llm = (kind or LLM)(**llm_options(args))
     if args.settings and llm.can_generate:
         from batchlab.core.params import SamplingParams
         from batchlab.core.sampling import SamplingRow
@@ -397,6 +398,15 @@ def run_with_ray(args: Namespace, job: Job) -> JobResult:
     return run_jobs(shards(job), lambda: ray_pool(args))
 
 
+def planner_of(model: str | None) -> type[LLM]:
+    "What plans for `model`: by its config alone where its weights are not on this machine."
+    from batchlab.api import LLM
+    from batchlab.api.unloaded import UnloadedLLM
+    from batchlab.models.fetch import weights_missing
+
+    return UnloadedLLM if weights_missing(model) else LLM
+
+
 def plan_job(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.jobs.job import Job
@@ -406,7 +416,7 @@ def plan_job(args: Namespace, llm: LLM | None = None) -> int:
     with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
         job = job_of(args, Job)
         job.check()
-        llm = llm or load_llm(args)
+        llm = llm or load_llm(args, planner_of(args.model))
         if not (llm.can_generate or args.embed) and job.line_form == "plain":
             if "embed" not in llm.pooler.tasks:
                 raise no_text(llm)
