@@ -558,3 +558,23 @@ def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
         (["--input", "x"], "is for --profile"),
     ]:
         assert bench(args) == 2 and words in capsys.readouterr().err
+
+
+def test_a_profile_chooses_prompts_of_a_table_as_run_does(model, tmp_path, capsys):
+    source, report = tmp_path / "in.csv", tmp_path / "report.json"
+    rows = ["question;most"] + [f"{'ab' * i};{i}" for i in range(1, 9)]
+    source.write_text("\n".join(rows), encoding="utf-8")
+    own = ["--input", str(source), "--model", model, "--dtype", "fp32"]
+    table = ["--prompt-column", "question", "--setting-columns", "max_tokens", "--limit", "5"]
+    given = ["--profile", *own, "--json", str(report)]
+    assert main(["bench", *given]) == 2  # there is no column prompt
+    assert "choose the prompt column among 'question'" in capsys.readouterr().err
+    source.write_text("\n".join(rows).replace("most", "max_tokens"), encoding="utf-8")
+    assert main(["bench", *given, *table]) == 0
+    steps = json.loads(report.read_text())["profile"]["in.csv"]["steps"]
+    assert steps == 5  # the longest answer of the first five has 5 tokens
+    source.write_text("lang,q\nde,a\n", encoding="utf-8")
+    assert main(["bench", *given, "--prompt-template", "{lang}: {q}", "--limit", "1"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "--profile", "--prompt-column", "q"]) == 2
+    assert "--prompt-column is for --input" in capsys.readouterr().err

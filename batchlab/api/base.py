@@ -102,10 +102,20 @@ class ModelState(ModelEngines):
     eos_ids: frozenset[int] = frozenset()
     grammars: Any = None  # made when a request first asks for structured outputs
     limits_fit: tuple[object, ...] | None = None  # what `limits` were chosen for
+    loaded = True  # whether its weights are there
+    estimate = ""  # how its plans are less than exact
 
     @property
     def max_model_len(self) -> int | None:
         return self.limits.max_model_len
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         "The tokenizer. Raises `ModelError` if there is none."
@@ -284,11 +294,10 @@ class PromptLoop(PromptStream):
 def facts_of(llm: LoadedModel) -> dict[str, str]:
     "What `llm` is, in words."
     name = short_name(getattr(llm.model.config, "_name_or_path", "") or type(llm.model).__name__)
-    weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
     ids = "" if llm.tokenizer else ", ids in and ids out: it came without a tokenizer"
     return dict(
-        model=f"{name}, {str(llm.model.dtype).removeprefix('torch.')} on {llm.model.device}{ids}",
-        weights=megabytes(weights),
+        model=f"{name}, {str(llm.model.dtype).removeprefix('torch.')} on {llm.device}{ids}",
+        weights=megabytes(llm.weights_bytes),
         backend=repr(llm.backend).strip("<>"),
         strategy=llm.strategy,
         limits=str(llm.limits),

@@ -10,7 +10,7 @@ __all__ = ['WORKLOADS', 'CONTENDERS', 'Workload', 'workload', 'Contender', 'cont
 import argparse, contextlib, importlib.metadata, importlib.util, inspect, json, math, os, platform, random, re
 import signal, subprocess, sys, tempfile, textwrap, time, timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,8 @@ import psutil, torch
 import batchlab
 from . import peers
 from .shapes import SHAPES, gguf_of, int8_of, shape_folder
-from ..errors import JobError, ModelError, OneLineParser, Unavailable
+from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
+from ..jobs.fields import JobInput
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..view import drawing
@@ -665,6 +666,12 @@ def run_compare(s: Setup) -> Measured:
     return "\n\n".join(tables + left_out), report, bars(report)
 
 # %% ../../nbs/9_bench/bench.ipynb #46e24cea
+def input_fields(args: argparse.Namespace) -> dict[str, Any]:
+    "The fields of a `JobInput`, beside the file, that `args` have."
+    names = {f.name for f in fields(JobInput) if f.init} - {"input"}
+    return {name: getattr(args, name) for name in names if name in args}
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     "Fill in the contenders. Raises `ValueError`, `JobError`."
     usual = [name for name in CONTENDERS if name != "hf-loop"]
@@ -679,6 +686,9 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {known}")
     if args.input and args.mode != "profile":
         raise JobError("--input is for --profile")
+    for name in input_fields(args):
+        if not args.input and name != "spell":
+            raise JobError(f"{args.spell(Option(name))} is for --input")
     for path in filter(None, (args.json, args.svg)):
         try:  # what was measured for minutes should have a place
             open(path, "a", encoding="utf-8").close()

@@ -545,6 +545,16 @@ def llm_names() -> list[str]:
     "The arguments of `LLM` that flags fill."
     return [f.name for f in fields_of("api/base.py", "LLMBase") if f.name not in NO_FLAGS.split()]
 
+# %% ../../nbs/7_serve/flags.ipynb #4c90e647
+def bench_parser() -> OneLineParser:
+    "The parser of the flags of `bench`. Imports torch."
+    from batchlab import bench
+
+    p = bench.parser(FlagParser)
+    group = p.add_argument_group("the file of --input", "As batchlab run takes them.")
+    add_flags(group, "jobs/fields.py", "JobInput", default=argparse.SUPPRESS)
+    return p
+
 # %% ../../nbs/7_serve/flags.ipynb #parse002
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The command that `argv` names, and what follows it. Raises `JobError`, or `SystemExit`
