@@ -1,6 +1,6 @@
 "`batchlab` in processes of its own, with a tiny model: pipes, signals, exit statuses."
 
-import json, os, signal, subprocess, sys, time
+import argparse, json, os, re, signal, subprocess, sys, time
 import pytest
 
 from helpers import but_compiler
@@ -578,3 +578,17 @@ def test_a_profile_chooses_prompts_of_a_table_as_run_does(model, tmp_path, capsy
     capsys.readouterr()
     assert main(["bench", "--profile", "--prompt-column", "q"]) == 2
     assert "--prompt-column is for --input" in capsys.readouterr().err
+
+
+OLD_WORDS = re.compile(
+    r"turn off|the same\b(?! as --)|^(of|for|that|in|with)\b(?! (list|submit|--))| is False"
+)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "bench"])
+def test_the_help_of_each_flag_says_by_itself_what_it_does(command):
+    "A flag that turns something off says what then happens; none leans on the one before it."
+    for a in parser_of(command)._actions:
+        said = a.help or ""
+        if said != argparse.SUPPRESS:
+            assert said and not OLD_WORDS.search(said), (a.option_strings, said)
