@@ -1,6 +1,6 @@
 "A plan says what a call takes in all and whether that fits; and it is made without weights where there are none."
 
-import io, json
+import json
 
 import pytest, torch
 
@@ -11,6 +11,7 @@ from batchlab.api.unloaded import UnloadedLLM, stand_in
 from batchlab.cli import main
 from batchlab.errors import ModelError, UnsupportedModelError
 from batchlab.llm import config
+from batchlab.machine import memory_limits
 from batchlab.llm.outputs import MemoryPlan, memory_lines
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.models.fetch import weights_missing
@@ -66,12 +67,41 @@ def test_a_loaded_model_fits_with_what_it_holds_already(monkeypatch):
     assert not llm.plan(PROMPTS[:3], GREEDY).fits
 
 
-@pytest.mark.parametrize("limit, total", [("1000\n", 1000), ("max\n", 5000), ("9000\n", 5000)])
-def test_a_containers_limit_is_the_machines_memory(monkeypatch, limit, total):
-    monkeypatch.setattr(config.psutil, "virtual_memory", lambda: type("M", (), dict(total=5000)))
-    files = {"/sys/fs/cgroup/memory.max": limit}
-    monkeypatch.setattr(config, "open", lambda name, **_: io.StringIO(files[name]), raising=False)
-    assert config.total_memory(torch.device("cpu")) == total
+def group(folder, names, values, idle):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, values):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{idle} 50\n")
+
+
+V2 = ("memory.max", "memory.current"), "inactive_file"
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
+
+
+def test_limits_of_all_groups_above_a_process_count(tmp_path):
+    (tmp_path / "self").write_text(
+        "3:cpu:/a\n2:hugetlb,memory:/job/7\n0::/system.slice/b.service\n"
+    )
+    limits = lambda: memory_limits(tmp_path, tmp_path / "self")
+    assert limits() == [] and memory_limits(tmp_path, tmp_path / "none") == []
+    group(tmp_path / "system.slice" / "b.service", V2[0], (900, 400), V2[1])
+    group(tmp_path / "system.slice", V2[0], ("max", 500), V2[1])
+    group(tmp_path, V2[0], (5000, 20), V2[1])
+    assert limits() == [(900, 350), (5000, 0)]
+    group(tmp_path / "memory" / "job" / "7", V1[0], (800, 90), V1[1])
+    group(tmp_path / "memory", V1[0], (2**63 - 4096, 100), V1[1])
+    assert limits()[:2] == [(800, 40), (2**63 - 4096, 50)] and len(limits()) == 4
+
+
+@pytest.mark.parametrize(
+    "limits, total, free", [([], 5000, 3000), ([(1000, 400), (9000, 1)], 1000, 600)]
+)
+def test_a_containers_limit_is_the_machines_memory(monkeypatch, limits, total, free):
+    memory = type("M", (), dict(total=5000, available=3000))
+    monkeypatch.setattr(config.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(config, "memory_limits", lambda: limits)
+    cpu = torch.device("cpu")
+    assert (config.total_memory(cpu), config.free_memory(cpu)) == (total, free)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral", "phi3", "bloom"])

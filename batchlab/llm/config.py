@@ -34,6 +34,7 @@ from ..fast.backends import select_backend
 from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
 from ..models.load import load_tokenizer
+from ..machine import memory_limits
 from ..models import load_model, max_model_len
 from ..errors import whole_number, written
 from ..basics.padding import can_pad
@@ -245,12 +246,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no such file, or 'max'
-        limit, used = (
-            int(open(f"/sys/fs/cgroup/memory.{n}", encoding="utf-8").read())
-            for n in ("max", "current")
-        )
-        free = min(free, limit - used)
+    free = min([free, *(limit - used for limit, used in memory_limits())])
     return max(0, free)
 
 
@@ -258,10 +254,7 @@ def total_memory(device: torch.device) -> int:
     "Bytes of memory that `device` has, a container's limit included."
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    total = psutil.virtual_memory().total
-    with contextlib.suppress(OSError, ValueError):
-        total = min(total, int(open("/sys/fs/cgroup/memory.max", encoding="utf-8").read()))
-    return total
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
 
 # %% ../../nbs/2_core/config.ipynb #4957086c
 @dataclass(repr=False)
