@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir', 'release_threads']
+__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir', 'memory_limits',
+           'release_threads']
 
 # %% ../nbs/2_core/machine.ipynb #b54cc550
 import ctypes, functools, os
@@ -103,6 +104,40 @@ def cache_dir() -> Path:
         return Path(user_cache_dir("batchlab")).absolute()
     except RuntimeError as e:
         raise _no_home("the cache folder") from e
+
+# %% ../nbs/2_core/machine.ipynb #mem00002
+def _group_memory(folder: Path, limit: str, used: str, idle: str) -> tuple[int, int] | None:
+    "The limit of a control group and what it uses, files aside, in bytes; None without a limit."
+    try:
+        most, now = (int((folder / name).read_text(encoding="ascii")) for name in (limit, used))
+        stat = (folder / "memory.stat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):  # no such file, or 'max'
+        return None
+    return most, max(0, now - int(dict(zip(stat[::2], stat[1::2])).get(idle, 0)))
+
+
+def memory_limits(
+    root: Path = Path("/sys/fs/cgroup"), about: Path = Path("/proc/self/cgroup")
+) -> list[tuple[int, int]]:
+    """The limits of the control groups that this process is in, each with what its group uses, in
+    bytes; none on other systems than Linux. `root`: where they are mounted; `about`: names them."""
+    try:
+        lines = about.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = list[tuple[int, int] | None]()
+    for line in lines:
+        _, kinds, name = line.split(":", 2)
+        if kinds == "":
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in kinds.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            top = root / "memory"
+        else:
+            continue
+        own = top / name.lstrip("/")
+        found += [_group_memory(g, *names) for g in (own, *own.parents) if g.is_relative_to(top)]
+    return [x for x in found if x is not None]
 
 # %% ../nbs/2_core/machine.ipynb #ompth002
 def _gnu_openmp() -> list[ctypes.CDLL]:

@@ -1,4 +1,4 @@
-"""Families of models that chapter 70 shows and `tests/test_runners.py` tries: `(name, what is special, settings of a tiny one)`."""
+"""Families of models that chapter 70 and the reference page on models show, and `tests/test_runners.py` tries: `(name, what is special, settings of a tiny one)`."""
 
 EAGER = dict(attn_implementation="eager")  # some versions' fused kernel drops the soft cap
 CONV = dict(layer_types=["conv", "full_attention"], num_key_value_heads=4)
@@ -38,6 +38,7 @@ PACKED = [
     ("biogpt", "learned positions", {}),
     ("gpt_neox", "partial rotary", {}),
     ("phi", "partial rotary", {}),
+    ("phi3", "one matrix for Q, K and V", {}),
     ("glm", "partial rotary", {}),
     ("mistral", "windows", {}),
     ("gemma3", "windows in some layers", {}),

@@ -25,10 +25,9 @@ def table(rows: Iterable[Iterable], *heads: str) -> Markdown:
 
 def actions(command: str) -> list[argparse.Action]:
     "What a command takes, in the order of its help; without --help and flags that its help does not have."
-    from batchlab import bench
-    from batchlab.cli.flags import parser_of
+    from batchlab.cli.flags import bench_parser, parser_of
 
-    parser = bench.parser() if command == "bench" else parser_of(command)
+    parser = bench_parser() if command == "bench" else parser_of(command)
     return [a for a in parser._actions if a.dest != "help" and a.help != argparse.SUPPRESS]
 
 
@@ -86,11 +85,12 @@ def check_call(code: str) -> str:
 
 def check_command(line: str) -> str:
     "Fail unless the command line takes it; its first two words."
-    from batchlab import bench, cli
+    from batchlab import cli
+    from batchlab.cli.flags import bench_parser
 
     args = shlex.split(line)[1:]
     with contextlib.redirect_stderr(io.StringIO()):
-        bench.parser().parse_args(args[1:]) if args[0] == "bench" else cli.parse_args(args)
+        bench_parser().parse_args(args[1:]) if args[0] == "bench" else cli.parse_args(args)
     return f"batchlab {args[0]}"
 
 

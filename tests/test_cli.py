@@ -1,6 +1,6 @@
 "`batchlab` in processes of its own, with a tiny model: pipes, signals, exit statuses."
 
-import json, os, signal, subprocess, sys, time
+import argparse, json, os, re, signal, subprocess, sys, time
 import pytest
 
 from helpers import but_compiler
@@ -558,3 +558,37 @@ def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
         (["--input", "x"], "is for --profile"),
     ]:
         assert bench(args) == 2 and words in capsys.readouterr().err
+
+
+def test_a_profile_chooses_prompts_of_a_table_as_run_does(model, tmp_path, capsys):
+    source, report = tmp_path / "in.csv", tmp_path / "report.json"
+    rows = ["question;most"] + [f"{'ab' * i};{i}" for i in range(1, 9)]
+    source.write_text("\n".join(rows), encoding="utf-8")
+    own = ["--input", str(source), "--model", model, "--dtype", "fp32"]
+    table = ["--prompt-column", "question", "--setting-columns", "max_tokens", "--limit", "5"]
+    given = ["--profile", *own, "--json", str(report)]
+    assert main(["bench", *given]) == 2  # there is no column prompt
+    assert "choose the prompt column among 'question'" in capsys.readouterr().err
+    source.write_text("\n".join(rows).replace("most", "max_tokens"), encoding="utf-8")
+    assert main(["bench", *given, *table]) == 0
+    steps = json.loads(report.read_text())["profile"]["in.csv"]["steps"]
+    assert steps == 5  # the longest answer of the first five has 5 tokens
+    source.write_text("lang,q\nde,a\n", encoding="utf-8")
+    assert main(["bench", *given, "--prompt-template", "{lang}: {q}", "--limit", "1"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "--profile", "--prompt-column", "q"]) == 2
+    assert "--prompt-column is for --input" in capsys.readouterr().err
+
+
+OLD_WORDS = re.compile(
+    r"turn off|the same\b(?! as --)|^(of|for|that|in|with)\b(?! (list|submit|--))| is False"
+)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "bench"])
+def test_the_help_of_each_flag_says_by_itself_what_it_does(command):
+    "A flag that turns something off says what then happens; none leans on the one before it."
+    for a in parser_of(command)._actions:
+        said = a.help or ""
+        if said != argparse.SUPPRESS:
+            assert said and not OLD_WORDS.search(said), (a.option_strings, said)

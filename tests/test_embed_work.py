@@ -1,6 +1,6 @@
 "Vectors, scores and classes in files, over HTTP, on the command line: what `LLM` gives, each line once, whoever asks and whatever goes wrong."
 
-import asyncio, base64, functools, http.client, itertools, json, threading
+import asyncio, base64, functools, http.client, itertools, json, re, threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +15,18 @@ from transformers import (
 )
 
 from batchlab.cli import main
-from batchlab.errors import JobError, UnsupportedModelError
+from batchlab.errors import JobError, ModelError, UnsupportedModelError
 from batchlab.api import LLM
 from batchlab.models.load import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.llm.pooled import PoolingParams
+from batchlab.llm.pooled import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
 from batchlab.tasks.verify import verify
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
 from batchlab.jobs.pooling import PoolingRequest
+from batchlab.jobs.schema import POOLING_URLS
+from batchlab.tasks.admit import ASKED_BY
 from batchlab.jobs.ray import BatchLLM
 from helpers import generated, greedy, ids, running, texts, until
 from test_encoders import encoder as encoder_of
@@ -441,6 +443,23 @@ def test_openais_client_gets_vectors(encoder):
         assert 'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 4.0' in figures
         assert 'finished_reason="stop"' in figures
         assert not encoder.has_unfinished and s.api.pending == 0
+
+
+def test_a_classifier_that_is_to_write_says_how_to_ask_it(tmp_path):
+    "In Python, in a job and at a server; and each call and url that any model is told of is there."
+    llm, words = classifier(), "BertForSequenceClassification writes no text, it has classify"
+    how = "call llm.classify or llm.encode, or give lines of the Batch API with the url /classify"
+    with pytest.raises(ModelError, match=f"{words}.*{how}"):
+        llm.generate(["a"])
+    write(tmp_path / "in.jsonl", [dict(prompt="a")])
+    with pytest.raises(JobError, match=f"{words}.*{how}"):
+        Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl").run(llm)
+    with serving(llm) as s:
+        said = s.web.post("/v1/completions", json=dict(prompt="a")).json()["error"]["message"]
+        assert re.search(f"{words}.*{how}", said)
+    assert {*ASKED_BY} == {*POOLING_TASKS}
+    for call, url in ASKED_BY.values():
+        assert callable(getattr(llm, call.removeprefix("llm."))) and url in POOLING_URLS
 
 
 def test_scores_ranks_and_classes(encoder):

@@ -186,9 +186,10 @@ def test_too_many_connections():
         with contextlib.ExitStack() as stack:
             held = [stack.enter_context(connect(s)) for _ in range(8)]
             until(lambda: state(s)["connections"] == 8)
+            s.api.turnover.retry_after = lambda: 17
             r = complete(s)
             assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
-            assert (r.headers["retry-after"], r.headers["connection"]) == ("1", "close")
+            assert (r.headers["retry-after"], r.headers["connection"]) == ("17", "close")
             more = [stack.enter_context(connect(s)) for _ in range(30)]
             # two to be told, and the others are closed
             until(lambda: state(s)["connections"] <= 10)

@@ -46,6 +46,15 @@ def test_tables_are_up_to_date(path, ran):
     assert tables(ran / path.name) == tables(path)
 
 
+def test_the_page_on_models_has_the_families_that_chapter_70_has(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "nbs")
+    from families import FAMILIES
+
+    [text] = tables(BOOK["find"]("88_models"))
+    rows = [line.split("|")[1:3] for line in text.splitlines()[2:]]
+    assert [(name.strip(" `"), how.strip()) for name, how in rows] == [f[:2] for f in FAMILIES]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -102,10 +102,20 @@ class ModelState(ModelEngines):
     eos_ids: frozenset[int] = frozenset()
     grammars: Any = None  # made when a request first asks for structured outputs
     limits_fit: tuple[object, ...] | None = None  # what `limits` were chosen for
+    loaded = True  # whether its weights are there
+    estimate = ""  # how its plans are less than exact
 
     @property
     def max_model_len(self) -> int | None:
         return self.limits.max_model_len
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         "The tokenizer. Raises `ModelError` if there is none."
@@ -163,7 +173,7 @@ class LoadedModel(ModelState):
         self.read_model()
         self.engines.open()
         self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
-        limits = dict(self.asked_limits)
+        limits: dict[str, Any] = dict(self.asked_limits)
         if not self.can_generate:
             limits["max_model_len"] = limits["max_model_len"] or self.pooler.limit
         # where no keys and values are kept, those of one layer at a time
@@ -284,11 +294,10 @@ class PromptLoop(PromptStream):
 def facts_of(llm: LoadedModel) -> dict[str, str]:
     "What `llm` is, in words."
     name = short_name(getattr(llm.model.config, "_name_or_path", "") or type(llm.model).__name__)
-    weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
     ids = "" if llm.tokenizer else ", ids in and ids out: it came without a tokenizer"
     return dict(
-        model=f"{name}, {str(llm.model.dtype).removeprefix('torch.')} on {llm.model.device}{ids}",
-        weights=megabytes(weights),
+        model=f"{name}, {str(llm.model.dtype).removeprefix('torch.')} on {llm.device}{ids}",
+        weights=megabytes(llm.weights_bytes),
         backend=repr(llm.backend).strip("<>"),
         strategy=llm.strategy,
         limits=str(llm.limits),
@@ -395,33 +404,33 @@ class LLMBase(Lifetime):
     @no_collection()
     def __init__(
         self,
-        # hub id, folder or .gguf file (default: SmolLM2-135M-Instruct-Q4_1, of 4 bits)
+        # a hub id, a folder or a .gguf file (default: SmolLM2-135M-Instruct-Q4_1, in 4 bits)
         model: str | PreTrainedModel | None = None,
         tokenizer: str | PreTrainedTokenizerBase | None = None,  # None: the model's own
-        dtype: str | torch.dtype = "auto",  # that it computes in
-        device: str | torch.device = "auto",  # auto, cpu, cuda, cuda:1 or mps
-        max_num_seqs: int | None = None,  # sequences at once (default: by device and memory)
-        # longest prompt and answer together (default: as the model says)
+        dtype: str | torch.dtype = "auto",  # number format to compute in
+        device: str | torch.device = "auto",  # where to run: auto, cpu, cuda, cuda:1 or mps
+        max_num_seqs: int | None = None,  # most sequences at once (default: 64 on a CPU, else 256)
+        # most tokens of a prompt and its answer together (default: the model's context)
         max_model_len: int | None = None,
-        max_num_batched_tokens: int | None = None,  # tokens in a step (default: by device)
+        max_num_batched_tokens: int | None = None,  # most tokens in a step (default: by device)
         enable_prefix_caching: bool = True,  # reuse the KV of earlier prompts that begin alike
-        strategy: str = "continuous",  # how requests are batched; the others are to compare
-        # most that keys and values take, such as 2GB (default: by memory)
+        strategy: str = "continuous",  # how requests are batched; the others are for comparison
+        # most memory for keys and values, such as 2GB (default: 70% of what is free)
         kv_cache_bytes: int | None = None,
-        compile: bool | str = "auto",  # run on compiled kernels, if that can be
-        # 8 bits for weights and activations: faster, a little less exact
+        compile: bool | str = "auto",  # run on compiled kernels where possible
+        # compute with weights and activations in 8 bits: faster, and a little less exact
         quantization: str | None = None,
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
         # how hidden states are pooled, if not as the model's folder says
         pooler_config: PoolerConfig | dict[str, object] | str | None = None,
-        enable_lora: bool = False,  # requests may name an adapter as their model
-        max_loras: int | None = None,  # adapters at once (default: 8)
+        enable_lora: bool = False,  # let requests name a LoRA adapter as their model
+        max_loras: int | None = None,  # most adapters in one batch (default: 8)
         max_lora_rank: int = 16,  # largest rank of an adapter
-        max_cpu_loras: int | None = None,  # adapters in memory (default: as many as at once)
-        # adapters as name=folder, and so what requests call them
+        max_cpu_loras: int | None = None,  # most adapters in memory (default: as in a batch)
+        # adapters to offer, each as name=folder; requests ask for them by these names
         lora_modules: AdapterModules = None,
-        # how conversations are written: a Jinja template, its file or text (default: the model's)
+        # Jinja template for conversations, as a file or as text (default: the model's own)
         chat_template: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()

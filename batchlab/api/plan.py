@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..core.engine import sum_ledgers
 from ..core.request import Count, Request, RowOutput
 from ..core.scheduler import Scheduler
+from ..llm.config import free_memory, total_memory
 from ..llm.outputs import MemoryPlan, RequestGroup, Stats
 from ..llm.rectangle import round_up
 from ..tasks.lora import plan_adapters
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
 
 # %% auto #0
-__all__ = ['in_order', 'simulate', 'make_plan', 'make_stats']
+__all__ = ['WIDTHS', 'in_order', 'simulate', 'workspace_bytes', 'machine_memory', 'make_plan', 'make_stats']
 
 # %% ../../nbs/2_core/plan.ipynb #5ac1984c
 def in_order(llm: LoadedModel, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
@@ -57,6 +58,29 @@ def simulate(
         scheduler.update(plan, [RowOutput([-1] if row.samples else []) for row in plan.rows])
     return slots, len(scheduler.pool), scheduler.ledger.reused
 
+# %% ../../nbs/2_core/plan.ipynb #e9b537e6
+# what configs call the width between the two matrices of an MLP
+WIDTHS = "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_inner"
+
+
+def workspace_bytes(llm: LoadedModel, slots: int) -> int:
+    """About what a step computes with: for each of its tokens three times the widest layer, and
+    for each of `slots` a row of logits in fp32."""
+    config = llm.model.config.get_text_config()
+    known = [n for name in WIDTHS if isinstance(n := getattr(config, name, None), int)]
+    widest = max(known or [4 * config.hidden_size], default=0)
+    logits = 4 * slots * llm.vocab_size if llm.can_generate else 0
+    return 3 * llm.limits.max_num_batched_tokens * widest * llm.model.dtype.itemsize + logits
+
+
+def machine_memory(llm: LoadedModel) -> tuple[int, int]:
+    """Bytes of memory where `llm` computes: all that there is, and what of it its weights and its
+    keys and values may take, with what they hold."""
+    total, held = total_memory(llm.device), 0
+    if llm.loaded:
+        held = llm.weights_bytes + sum(e.runner.nbytes for e in llm.engines.values())
+    return total, min(total, free_memory(llm.device) + held)
+
 # %% ../../nbs/2_core/plan.ipynb #3de11df7
 def _count_longest(llm: LoadedModel, lengths: Iterable[int]) -> tuple[int, int]:
     """Of requests that may get as long as `lengths`, how many of the longest run at once, and
@@ -89,14 +113,13 @@ def make_plan(llm: LoadedModel, groups: Sequence[RequestGroup]) -> MemoryPlan:
             rs,
         )
     slots, blocks, shared = found or (*_count_longest(llm, lengths), 0)
-    weights = sum(p.nbytes for p in llm.model.parameters()) + llm.backend.nbytes
     return MemoryPlan(
         len(groups),
         sum(len(r.prompt_ids) for r in rs),
         tokens,
         max(lengths, default=0),
         slots,
-        weights,
+        llm.weights_bytes,
         blocks * size * l.kv_bytes_per_token,
         l.kv_bytes_per_token,
         l.kv_bytes,
@@ -105,6 +128,9 @@ def make_plan(llm: LoadedModel, groups: Sequence[RequestGroup]) -> MemoryPlan:
         size,
         shared,
         *plan_adapters(llm.adapters, groups),
+        workspace_bytes(llm, slots),
+        *machine_memory(llm),
+        llm.estimate,
     )
 
 # %% ../../nbs/2_core/plan.ipynb #4c608bc9

@@ -10,7 +10,7 @@ __all__ = ['WORKLOADS', 'CONTENDERS', 'Workload', 'workload', 'Contender', 'cont
 import argparse, contextlib, importlib.metadata, importlib.util, inspect, json, math, os, platform, random, re
 import signal, subprocess, sys, tempfile, textwrap, time, timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,8 @@ import psutil, torch
 import batchlab
 from . import peers
 from .shapes import SHAPES, gguf_of, int8_of, shape_folder
-from ..errors import JobError, ModelError, OneLineParser, Unavailable
+from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
+from ..jobs.fields import JobInput
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..view import drawing
@@ -276,11 +277,11 @@ def find_package(name: str, python: str) -> str:
 
 # %% ../../nbs/9_bench/bench.ipynb #50b1a001
 MODE_HELP = dict(
-    profile="split the time of a step of batchlab",
-    sweep="decode speed of batchlab over slots and over context",
-    memory="batchlab's peak memory against its plan",
-    busy="compare also beside a busy core",
-    bandwidth="decode speed of batchlab against a plain copy of memory",
+    profile="show what the time of a step of batchlab is spent on",
+    sweep="show the decode speed of batchlab by sequences and by context",
+    memory="compare batchlab's peak memory with its plan",
+    busy="compare engines also beside a busy core",
+    bandwidth="compare the decode speed of batchlab with a plain copy of memory",
 )
 
 # %% ../../nbs/9_bench/bench.ipynb #c05c57b4
@@ -293,51 +294,49 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     def add(flag: str, help: str | None = None, to: Any = p, **how: Any) -> None:
         to.add_argument(f"--{flag}", help=help, **how)
 
-    add("model", "hub id, folder or .gguf file (default: the default model)", which)
-    shapes = f"a model with random weights, made once: {', '.join(SHAPES)}"
+    add("model", "a hub id, a folder or a .gguf file (default: the default model)", which)
+    shapes = f"a model with random weights, made once, instead: {', '.join(SHAPES)}"
     add("shape", shapes, which, metavar="NAME")
     add(
         "gguf",
         "the model as a .gguf file, for peers that read it (default: written from its weights)",
         metavar="FILE",
     )
-    dtypes = "fp32", "bf16", "fp16", "auto"
-    add("dtype", "that all compute in (default: bf16)", default="bf16", choices=dtypes)
-    add("device", "auto, cpu or cuda (default: auto)", default="auto")
+    dtypes = dict(default="bf16", choices=("fp32", "bf16", "fp16", "auto"))
+    add("dtype", "number format that all compute in (default: bf16)", **dtypes)
+    add("device", "where to run: auto, cpu or cuda (default: auto)", default="auto")
     kinds = dict(default=list(WORKLOADS), choices=WORKLOADS)
     add("workloads", "kinds of requests (default: all)", nargs="+", **kinds)
     engines = (
-        f"of {', '.join(CONTENDERS)}; the first is what ratios "
-        "are of (default: all but hf-loop; with --busy batchlab and hf-static); batchlab and "
+        f"engines to compare, of {', '.join(CONTENDERS)}; ratios are to the first "
+        "(default: all but hf-loop; with --busy batchlab and hf-static); batchlab and "
         "vllm take quantization=int8, llamacpp and openvino quantization=q8_0 or q4_0"
     )
     add("contenders", engines, nargs="+", metavar="NAME[:OPTION=VALUE,…]")
-    add(
-        "input",
-        "with --profile: the first requests of a file of yours, as batchlab run reads it, instead of workloads",
-        metavar="FILE",
-    )
+    own = "with --profile: measure the first requests of this file, not workloads"
+    add("input", own, metavar="FILE")
     add(
         "peer",
-        "the interpreter of a contender that has its package",
+        "Python interpreter to run a contender with, where its package is installed",
         action="append",
         default=[],
         metavar="NAME=PYTHON",
     )
-    add("max-num-seqs", "slots of the engines that schedule (default: 64)", type=int, default=64)
-    add("rounds", "of each workload (default: 3)", type=int, default=3)
+    add("max-num-seqs", "most sequences at once in an engine (default: 64)", type=int, default=64)
+    add("rounds", "rounds of each workload (default: 3)", type=int, default=3)
     add(
         "patience",
-        "no further round of a workload after so long",
+        "start no further round of a workload after so many seconds (default: 120)",
         type=float,
         default=120,
         metavar="SECONDS",
     )
-    add("scale", "below 1: shorter and fewer requests, for a quick look", type=float, default=1.0)
-    add("threads", "OMP_NUM_THREADS for all", type=int)
-    add("json", "also write everything measured", metavar="FILE")
-    add("svg", "also draw it", metavar="FILE")
-    add("logs", "keep what the contenders print", metavar="FOLDER")
+    scale = "below 1: workloads with shorter and fewer requests, for a quick look"
+    add("scale", scale, type=float, default=1.0)
+    add("threads", "threads of each engine (OMP_NUM_THREADS)", type=int)
+    add("json", "also write all that was measured to this file", metavar="FILE")
+    add("svg", "also draw the result, to this file", metavar="FILE")
+    add("logs", "folder to keep what the engines print", metavar="FOLDER")
     for name, text in MODE_HELP.items():
         add(name, text, mode, dest="mode", action="store_const", const=name)
     return p
@@ -665,6 +664,12 @@ def run_compare(s: Setup) -> Measured:
     return "\n\n".join(tables + left_out), report, bars(report)
 
 # %% ../../nbs/9_bench/bench.ipynb #46e24cea
+def input_fields(args: argparse.Namespace) -> dict[str, Any]:
+    "The fields of a `JobInput`, beside the file, that `args` have."
+    names = {f.name for f in fields(JobInput) if f.init} - {"input"}
+    return {name: getattr(args, name) for name in names if name in args}
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     "Fill in the contenders. Raises `ValueError`, `JobError`."
     usual = [name for name in CONTENDERS if name != "hf-loop"]
@@ -679,6 +684,9 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {known}")
     if args.input and args.mode != "profile":
         raise JobError("--input is for --profile")
+    for name in input_fields(args):
+        if not args.input and name != "spell":
+            raise JobError(f"{args.spell(Option(name))} is for --input")
     for path in filter(None, (args.json, args.svg)):
         try:  # what was measured for minutes should have a place
             open(path, "a", encoding="utf-8").close()

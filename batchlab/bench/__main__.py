@@ -19,13 +19,13 @@ __all__ = ['main']
 # %% ../../nbs/9_bench/command.ipynb #45d75c7e
 def main(
     argv: Sequence[str] | None = None,
-    kind: type[OneLineParser] = OneLineParser,
+    arguments: OneLineParser | None = None,
     spell: Callable[[Option], str] = str,
 ) -> int:
     """`batchlab bench`: print the tables, and write what is asked for; an `Option` as `spell`
-    writes it. `kind`: the parser of `argv`. Returns the exit status."""
+    writes it. `arguments`: the parser of `argv`, if not the usual one. Returns the exit status."""
     try:
-        args = parser(kind).parse_args(argv)
+        args = (arguments or parser()).parse_args(argv)
         args.spell = spell
         with tempfile.TemporaryDirectory() as spare:
             setup, here = prepare(args, spare), machine(args.threads)
@@ -36,7 +36,8 @@ def main(
             )
             text, report, picture = MODES.get(args.mode, run_compare)(setup)
     except (BatchlabError, ValueError) as e:
-        print(f"batchlab: error: {e}", file=sys.stderr)
+        said = e.said(spell) if isinstance(e, BatchlabError) else e
+        print(f"batchlab: error: {said}", file=sys.stderr)
         return 2
     about = dict(
         machine=here,

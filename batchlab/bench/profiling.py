@@ -166,10 +166,10 @@ def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
         yield name, s.make(name)
 
 # %% ../../nbs/9_bench/profiling.ipynb #66812326
-def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
-    """The first requests of file `path`, at `most` so many, as a `Workload` for `llm`. Raises
-    `JobError`."""
-    job, params, found = Job(path, limit=most), ParamsCache(None), list[Request]()
+def requests_of(llm: LLM, path: str, **how: Any) -> Workload:
+    """The first requests of file `path` as a `Workload` for `llm`, read as a `Job` with the
+    fields in `how` reads them. Raises `JobError`."""
+    job, params, found = Job(path, **how), ParamsCache(None), list[Request]()
     job.check()
     for number, raw in job.raw():
         line = job.line(number, raw)
@@ -177,7 +177,7 @@ def requests_of(llm: LLM, path: str, most: int = 64) -> Workload:
             found += group.requests
     if not found:
         raise JobError(
-            f"{path}: none of the first {most} lines is a request that this model answers; "
+            f"{path}: none of the first {job.limit} lines is a request that this model answers; "
             "batchlab plan says why"
         )
     prompts, tokens = [r.prompt_ids for r in found], [r.max_tokens for r in found]
@@ -188,7 +188,8 @@ def run_profile(s: Setup) -> Measured:
     "The table of a step's parts, what it says, and the report."
     llm, spell, requests = own_llm(s), s.args.spell, 64
     if s.args.input:
-        own = requests_of(llm, s.args.input, max(1, round(64 * s.args.scale)))
+        how = dict(limit=max(1, round(64 * s.args.scale))) | bench.input_fields(s.args)
+        own = requests_of(llm, s.args.input, **how)
         few = [min(4, n) for n in own.max_tokens[:4]]
         rows = {own.name: profile(llm, own, Workload("warm", own.prompts[:4], few, 4))}
         requests = len(own.prompts)

@@ -13,7 +13,8 @@ from pathlib import Path
 from dataclasses import fields
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
-from .flags import FlagParser, completion, fields_of, llm_names, parse_args, parser_of
+from .flags import bench_parser, completion, fields_of, llm_names
+from .flags import parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
@@ -240,12 +241,13 @@ def check_given(args: Namespace) -> None:
         args.settings = settings_of(args)
 
 
-def load_llm(args: Namespace) -> LLM:
-    """The `LLM` that the arguments ask for. Raises `BatchlabError`, also if the sampling flags
-    are none for its vocabulary and tokenizer: every line would fail of them."""
+def load_llm(args: Namespace, kind: type[LLM] | None = None) -> LLM:
+    """The `LLM`, or an object of that `kind`, that the arguments ask for. Raises `BatchlabError`,
+    also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
+    them."""
     from batchlab.api import LLM
 
-    llm = LLM(**llm_options(args))
+    llm = (kind or LLM)(**llm_options(args))
     if args.settings and llm.can_generate:
         from batchlab.core.params import SamplingParams
         from batchlab.core.sampling import SamplingRow
@@ -396,16 +398,28 @@ def run_with_ray(args: Namespace, job: Job) -> JobResult:
     return run_jobs(shards(job), lambda: ray_pool(args))
 
 
+def planner_of(model: str | None) -> type[LLM]:
+    "What plans for `model`: by its config alone where its weights are not on this machine."
+    from batchlab.api import LLM
+    from batchlab.api.unloaded import UnloadedLLM
+    from batchlab.models.fetch import weights_missing
+
+    return UnloadedLLM if weights_missing(model) else LLM
+
+
 def plan_job(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab plan`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.jobs.job import Job
+    from batchlab.tasks.admit import no_text
 
     args.embed = vectors_asked(args) if args.embed else None
     with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
         job = job_of(args, Job)
         job.check()
-        llm = llm or load_llm(args)
+        llm = llm or load_llm(args, planner_of(args.model))
         if not (llm.can_generate or args.embed) and job.line_form == "plain":
+            if "embed" not in llm.pooler.tasks:
+                raise no_text(llm)
             raise JobError("this model writes no text: --embed plans for vectors of the texts")
         return print_plan(job.plan(llm, args.calibrate), args)
 
@@ -668,7 +682,7 @@ def bench(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab bench`. Returns the exit status."
     from batchlab.bench.__main__ import main
 
-    return main(args.rest, FlagParser, parser_of("run").spell)
+    return main(args.rest, bench_parser(), parser_of("run").spell)
 
 # %% ../../nbs/7_serve/cli.ipynb #stream02
 @contextlib.contextmanager

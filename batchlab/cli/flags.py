@@ -180,6 +180,13 @@ NAMES = dict(  # of flags that are not called as their field
     enable_prefix_caching="--no-prefix-caching",
     calibrate="--no-calibration",
 )
+OFF = dict(  # what flags do that turn something off, where "do not" before the text says too little
+    enable_prefix_caching="compute each prompt whole, also where an earlier one begins alike",
+    compile="do not use compiled kernels",
+    quotes="take quotes in a CSV or TSV as they stand, not as around a cell",
+    skip_special_tokens="keep special tokens in the text",
+    calibrate="do not run a few requests, and estimate no time",
+)
 PLACES = "prompts", "texts", "served", "file", "what", "name", "shell"  # arguments without a flag
 
 # %% ../../nbs/7_serve/flags.ipynb #flatx0015
@@ -189,7 +196,7 @@ def add_flag(parser: Any, f: Field, reads: Any, **common: Any) -> None:
     how: dict[str, Any] = dict(default=default)
     if reads is bool:
         how["action"] = "store_false" if default else "store_true"  # on if True, or 'auto'
-        flag, text = (f"no-{flag}", f"turn off: {text}") if default else (flag, text)
+        flag, text = (f"no-{flag}", OFF.get(f.name, f"do not {text}")) if default else (flag, text)
     elif default and "default" not in common and "default" not in text:
         text += f" (default: {default})"
     if isinstance(reads, tuple):
@@ -202,7 +209,7 @@ def add_flag(parser: Any, f: Field, reads: Any, **common: Any) -> None:
         how |= dict(action="extend", default=[])
     if f.kind.startswith(("Texts", "AdapterModules")):
         how["nargs"] = "+"
-    how |= dict(help=text) | common
+    how |= dict(help=text.replace("%", "%%")) | common
     if f.name not in PLACES:
         names = NAMES.get(f.name, f"--{flag}").split()
         parser.add_argument(*names, dest=f.name, required=f.default is ..., **how)
@@ -243,30 +250,32 @@ class Command:
 
 
 class InputFlags:
-    # requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line;
-    # also .gz, .bz2, .xz; - is standard input, read to its end first
+    # file of requests: JSONL, plain or of OpenAI's Batch API, CSV, TSV, Parquet, or .txt with
+    # one prompt on each line; also compressed as .gz, .bz2 or .xz; - is standard input, which
+    # is read to its end first
     input: File
 
 
 class SaidFlags:
-    # what is said on standard error as JSON, a line each, with the figures of progress
+    # write messages on standard error as JSON, one on each line, with progress in numbers
     log_json: bool = False
 
 
 class TracedFlags:
-    # record every step for batchlab view; of a file of requests, without its texts
+    # file in which to record every step, for batchlab view; run and embed leave out the texts
     trace: File | None = None
 
 
 class SamplingFlags:
-    do_sample: bool = False  # temperature 1, unless --temperature is given
+    do_sample: bool = False  # draw at random: temperature 1, unless --temperature is given
 
 
 class RayFlags:
-    ray: int | None = None  # N workers, each with the model
-    ray_cpus: int | None = None  # cores of each (default: its share)
-    ray_gpus: Count | None = None  # GPUs of each (default: one if there are enough)
-    ray_address: str | None = None  # of the cluster, or auto (default: one of its own, here)
+    ray: int | None = None  # run on this many workers, each with the model
+    ray_cpus: int | None = None  # cores for each worker (default: an equal share)
+    ray_gpus: Count | None = None  # GPUs for each worker (default: one if there are enough)
+    # address of the cluster, or auto (default: start one on this machine)
+    ray_address: str | None = None
 
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls01
 class GenerateFlags(Command, SaidFlags, TracedFlags):
@@ -276,60 +285,66 @@ class GenerateFlags(Command, SaidFlags, TracedFlags):
 
     A prompt that begins with a dash goes after --."""
 
-    prompts: Texts  # what to answer
-    more_prompts: Texts | None = None  # the same
-    # one prompt a line, JSONL with prompt or messages, or a table; - is standard input
+    prompts: Texts  # the prompts to answer
+    more_prompts: Texts | None = None  # the prompts, as a flag
+    # file of prompts: text with one on each line, JSONL with prompt or messages, or a table; -
+    # is standard input
     prompts_file: File | None = None
-    # write JSONL there instead of text to standard output; - is JSONL on standard output
+    # file for the answers, as JSONL (default: as text on standard output); - is JSONL on
+    # standard output
     output: File | None = None
-    overwrite: bool = False  # replace the output file if it is there
-    verify: bool = False  # then run some of the requests again, each alone, and compare
+    overwrite: bool = False  # replace the output file if it exists
+    # afterwards run some of the requests again, each alone, and compare the answers
+    verify: bool = False
 
 
 class RunFlags(Command, InputFlags, SaidFlags, TracedFlags):
-    """answer a file of requests, and go on where it ended
+    """answer a file of requests; run again, it goes on where it was interrupted
 
-    Answer a file of requests. Ended in the middle, the same command goes on.
+    Answer a file of requests. If it is interrupted, the same command goes on where it was.
 
-    Sampling flags hold for what a line leaves open. A plain line has its own settings beside its
-    prompt, or in sampling_params; one that nothing here can honour fails the line, other keys
-    are named once and ignored. Of a table, all columns stand beside the answers, in the same
-    order, and only those named by --setting-columns are settings of their row; a table as output
-    has a row for each of n answers, told apart by index, and a column logprobs. While a job
-    runs, OUTPUT.batchlab holds what it needs to go on; it goes when the job is done."""
+    Sampling flags hold where a line has no setting of its own. A plain line has its settings
+    beside its prompt, or in sampling_params. A setting that can't be honoured fails the line;
+    other keys are ignored, and named once. All columns of a table are copied beside the answers,
+    in the same order; only those that --setting-columns names are settings. A table as output has
+    a row for each of n answers, told apart by the column index, and a column logprobs. While a job
+    runs, OUTPUT.batchlab holds what it needs to go on. It is removed when the job is done."""
 
     dry_run: bool = False  # only check the requests, without a model
 
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls02
 class EmbedFlags(Command, SaidFlags, TracedFlags):
-    """make vectors of texts, given or in a file, and go on where it ended
+    """make vectors of texts, given or in a file
 
-    Make a vector of each text, with a model for embeddings. Ended in the middle, the same command
-    on a file goes on.
+    Make a vector of each text, with a model for embeddings. If work on a file is interrupted, the
+    same command goes on where it was.
 
-    A text that begins with a dash goes after --. Of a table all columns stand beside the vectors.
-    A text that fails is a row of NaN in an array. While a file is worked on, OUTPUT.batchlab holds
-    what it needs to go on, for all outputs but .jsonl, which grows itself."""
+    A text that begins with a dash goes after --. All columns of a table are copied beside the
+    vectors. A text that fails is a row of NaN in an array. While a job runs, OUTPUT.batchlab holds
+    what it needs to go on, unless the output is .jsonl, which is written as it goes."""
 
-    texts: Texts  # what to make vectors of
-    # texts: .txt with one a line, JSONL with prompt, text or input, CSV, TSV, Parquet, or lines
-    # of /v1/embeddings; also .gz, .bz2, .xz; - is standard input, read to its end first
+    texts: Texts  # the texts
+    # file of texts: .txt with one on each line, JSONL with prompt, text or input, CSV, TSV,
+    # Parquet, or lines for /v1/embeddings; also compressed as .gz, .bz2 or .xz; - is standard
+    # input, which is read to its end first
     input: File | None = None
-    prompt_column: str = "prompt"  # of a table (default: prompt, text or input)
-    # vectors, in the order of the texts; .jsonl, .csv, .tsv, .parquet, or .npy, an array with a
-    # row for each text; - is standard output (the default)
+    # column of a table that has the text (default: prompt, text or input, whichever is there)
+    prompt_column: str = "prompt"
+    # file for the vectors, in the order of the texts: .jsonl, .csv, .tsv, .parquet, or .npy, an
+    # array with a row for each text; - is standard output (the default)
     output: File | None = None
-    output_column: str | None = None  # the vector's name in the output (default: embedding)
-    dimensions: int | None = None  # only so many of a vector's first numbers
-    # vectors of length 1 (default: as the model's folder says)
+    # name of the column for the vector (default: embedding)
+    output_column: str | None = None
+    dimensions: int | None = None  # keep only so many numbers of each vector, the first ones
+    # scale vectors to length 1 (default: as the model's folder says)
     normalize: bool | None = None
     truncate: bool = False  # cut a text that is longer than the model takes (default: it fails)
-    # which of the model's prompts goes before each text, such as query
+    # name of the model's prompt that goes before each text, such as query
     prompt_name: str | None = None
-    # in place of the model's own way
+    # how the states of tokens become one vector (default: the model's own way)
     pooling: Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"] | None = None
     dry_run: bool = False  # only check the requests, without a model
-    # hub id or folder (default: sentence-transformers/all-MiniLM-L6-v2)
+    # a hub id or a folder (default: sentence-transformers/all-MiniLM-L6-v2)
     model: File | None = None
 
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls03
@@ -339,38 +354,42 @@ class ServeFlags(Command, SaidFlags):
     Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM."""
 
     served: File | None = None  # the model, as --model
-    # to listen on (default: 127.0.0.1, this machine alone; 0.0.0.0 is all)
+    # address to listen on (default: 127.0.0.1, for this machine only; 0.0.0.0 is for all)
     host: str = "127.0.0.1"
-    port: int = 8000  # (default: 8000; 0 takes a free one, and says which)
-    # what clients must send; better in BATCHLAB_API_KEY, as others see the flags of a process
+    port: int = 8000  # port to listen on (default: 8000; 0 takes a free one, and says which)
+    # key that clients must send; better in BATCHLAB_API_KEY, since other users of the machine
+    # can see the flags of a process
     api_key: str | None = None
-    # sites whose pages may use the server, such as https://a.example; with commas, * is any
-    # (default: none)
+    # sites whose pages may use the server, such as https://a.example, with commas between them;
+    # * is any (default: none)
     allowed_origins: Sequence[str] = ()
     served_model_name: str | None = None  # what clients call the model (default: its name)
-    data: File | None = None  # where files and batches are kept
-    # a batch with a line that can't be read fails as a whole, as at OpenAI (default: that line
-    # fails alone)
+    data: File | None = None  # folder for files and batches; without it there are none
+    # let a batch fail as a whole if a line can't be read, as at OpenAI (default: that line fails
+    # alone)
     fail_whole: bool = False
-    # answers under way, beyond which clients are told to come back
+    # most answers under way; beyond it clients get status 429, and are told when to come back
     max_pending: int = 1024
-    drain: Count = 30  # seconds for what is under way when the server is stopped
-    page: bool = True  # a page at /
-    request_log: bool = True  # a line for each request
+    drain: Count = 30  # seconds that answers may still take when the server is stopped
+    page: bool = True  # serve a page at /
+    request_log: bool = True  # log a line for each request
 
 # %% ../../nbs/7_serve/flags.ipynb #1810f0f5
 class PlanFlags(Command, InputFlags):
-    """what such a file would take
+    """say what a file of requests would take: tokens, memory and time
 
-    Say what a job would take: requests, tokens, memory, time."""
+    Say what a job would take: tokens, memory and time, and whether the memory is there.
 
-    # of batchlab embed: plain prompts are texts, for a model that makes vectors
+    Where the weights of the model are not on this machine, its config alone is read, or fetched,
+    and no time is estimated."""
+
+    # plan for batchlab embed: plain prompts are texts to make vectors of
     embed: bool = False
     calibrate: bool = True  # run a few requests, to estimate the time
 
 
 class BenchFlags(Command):
-    "measure the strategies on this machine"
+    "measure speed on this machine, beside other engines"
 
 
 class ViewFlags(Command):
@@ -378,53 +397,56 @@ class ViewFlags(Command):
 
     Make one HTML page of a trace, to step through, and open it."""
 
-    file: File  # what Trace.save, or --trace, has written
-    output: File | None = None  # the page (default: beside the trace)
-    overwrite: bool = False  # replace that file even if it is no such page
-    open: bool = True  # open it in a browser
+    file: File  # the trace, as --trace or Trace.save has written it
+    output: File | None = None  # file for the page (default: beside the trace)
+    overwrite: bool = False  # replace that file even if it is something else
+    open: bool = True  # open the page in a browser
 
 # %% ../../nbs/7_serve/flags.ipynb #b0f0ecd7
 class ModelsFlags(Command):
-    """list, pull or rm: the models on this machine
+    """list, fetch or remove models on this machine
 
     List the models on this machine, fetch one ahead of time, or remove one."""
 
-    what: Literal["list", "pull", "rm"] = "list"  # list, pull or rm
-    name: str | None = None  # a hub id; pull takes the default model without one
+    what: Literal["list", "pull", "rm"] = "list"  # what to do: list, pull (fetch) or rm (remove)
+    # hub id of the model; pull without one fetches the default model
+    name: str | None = None
 
 
 class CacheFlags(Command):
-    """what is kept on the disk, and how large
+    """show or clear what batchlab keeps on the disk
 
     List what batchlab keeps in its own folder, or remove all of it."""
 
-    what: Literal["list", "clear"] = "list"  # list or clear
+    what: Literal["list", "clear"] = "list"  # what to do: list or clear
 
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls04
 class BatchFlags(Command, SaidFlags):
-    """have a server answer a file: submit, status, list, fetch, cancel
+    """send files of requests to a server, and fetch the answers
 
     Hand files of the Batch API to a server that has it, this library's or another, and fetch the
     answers."""
 
-    # submit a file, see how a batch is, list batches, fetch answers, cancel
+    # what to do: submit a file, show the status of a batch, list batches, fetch answers, or
+    # cancel a batch
     what: Literal["submit", "status", "list", "fetch", "cancel"]
     name: File | None = None  # the file to submit, or the id of a batch
-    url: str = "http://127.0.0.1:8000"  # of the server
-    api_key: str | None = None  # for the server (default: OPENAI_API_KEY of the environment)
-    wait: bool = False  # with submit and fetch: until the batch has ended
-    # the answers (default: fetch writes to standard output, submit fetches nothing)
+    url: str = "http://127.0.0.1:8000"  # address of the server
+    # key for the server (default: OPENAI_API_KEY of the environment)
+    api_key: str | None = None
+    wait: bool = False  # with submit and fetch: wait until the batch has ended
+    # file for the answers (default: fetch writes to standard output, submit fetches nothing)
     output: File | None = None
-    error_file: File | None = None  # what failed
-    overwrite: bool = False  # replace these files if they are there
-    endpoint: str | None = None  # of all lines (default: that of the first)
-    metadata: str | None = None  # JSON to be kept with the batch, such as {"who": "me"}
-    limit: int = 20  # of list
+    error_file: File | None = None  # file for failed requests
+    overwrite: bool = False  # replace these files if they exist
+    endpoint: str | None = None  # endpoint of all lines (default: that of the first line)
+    metadata: str | None = None  # JSON to keep with the batch, such as {"who": "me"}
+    limit: int = 20  # with list: how many batches to show
     json: bool = False  # print the batch as JSON
 
 
 class CompletionFlags(Command):
-    """what a shell reads to complete all this
+    """print a script with which a shell completes commands and flags
 
     Print what a shell reads to complete commands and flags: put `source <(batchlab completion
     bash)` into ~/.bashrc."""
@@ -492,19 +514,19 @@ OF_JOB: dict[str, dict[str, Any]] = dict(  # which fields of `Job` a command has
     ),
     embed=dict(without="model_name setting_columns chat system look_ahead ordered"),
 )
-ON_RAY = dict.fromkeys(("run", "embed"), "With a folder as input, file by file.") | dict(
-    serve="Workers answer the batches, and the engine here has the online requests alone."
-)
+ON_RAY = dict.fromkeys(
+    ("run", "embed"), "If the input is a folder, its files are answered one after the other."
+) | dict(serve="The workers answer the batches; this process answers only the online requests.")
 UNSAID = (
-    "What is left open: temperature 0 and 256 tokens here; temperature 1 and 16 tokens in Python, "
-    "where SamplingParams() is as in vLLM."
+    "Without these flags: temperature 0 and at most 256 tokens. (In Python, SamplingParams() has "
+    "temperature 1 and 16 tokens, as in vLLM.)"
 )
 OTHER_WORDS = {  # flags that are one value of a field
-    "--no-amp": ("dtype", "fp32"),
-    "--bf16": ("dtype", "bf16"),
-    "--fp16": ("dtype", "fp16"),
-    "--no-normalize": ("normalize", False),
-    "--stop-on-eos": ("ignore_eos", False),
+    "--no-amp": ("dtype", "fp32", "the same as --dtype fp32"),
+    "--bf16": ("dtype", "bf16", "the same as --dtype bf16"),
+    "--fp16": ("dtype", "fp16", "the same as --dtype fp16"),
+    "--no-normalize": ("normalize", False, "leave vectors at the length that they have"),
+    "--stop-on-eos": ("ignore_eos", False, "end at the model's end token, as without --ignore-eos"),
 }
 
 # %% ../../nbs/7_serve/flags.ipynb #8bf7dfc5
@@ -530,10 +552,10 @@ def parser_of(command: str) -> FlagParser:
         add_flags(group, "core/params.py", "SamplingParams", **more)
         add_flags(group, own, "SamplingFlags", default=none)
     homes = {action.dest: vars(action)["container"] for action in p._actions}
-    for flag, (dest, value) in OTHER_WORDS.items():
+    for flag, (dest, value, text) in OTHER_WORDS.items():
         if dest in homes:
             how = dict(dest=dest, action="store_const", const=value, default=none)
-            homes[dest].add_argument(flag, help=f"{dest} is {value}", **how)
+            homes[dest].add_argument(flag, help=text, **how)
     return p
 
 
@@ -544,6 +566,16 @@ def takes_model(command: str) -> bool:
 def llm_names() -> list[str]:
     "The arguments of `LLM` that flags fill."
     return [f.name for f in fields_of("api/base.py", "LLMBase") if f.name not in NO_FLAGS.split()]
+
+# %% ../../nbs/7_serve/flags.ipynb #4c90e647
+def bench_parser() -> OneLineParser:
+    "The parser of the flags of `bench`. Imports torch."
+    from batchlab import bench
+
+    p = bench.parser(FlagParser)
+    group = p.add_argument_group("the file of --input", "How it is read, as batchlab run reads it.")
+    add_flags(group, "jobs/fields.py", "JobInput", default=argparse.SUPPRESS)
+    return p
 
 # %% ../../nbs/7_serve/flags.ipynb #parse002
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:

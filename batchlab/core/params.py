@@ -414,40 +414,45 @@ class SamplingParams(GivenParams):
     `prompt_token_ids` of the output shows; -1 as many as leave room for `max_tokens`, but at least half of
     the context."""
 
-    n: int = 1  # answers to each prompt
-    presence_penalty: float = 0.0  # against tokens used already
-    frequency_penalty: float = 0.0  # the same, by their count
-    repetition_penalty: float = 1.0  # the same, prompt included, as a factor
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # draw from the likeliest tokens of this total share
-    top_k: int = 0  # draw from this many tokens; 0 or -1: all
-    min_p: float = 0.0  # drop tokens below this share of the likeliest one's
-    seed: int | None = None  # same seed, same answer
-    stop: str | Sequence[str] | None = None  # end before this text; several may be given
-    stop_token_ids: Collection[int] | None = None  # end at one of these ids, such as 1,2
-    # never write this word; several may be given
+    n: int = 1  # number of answers to each prompt
+    presence_penalty: float = 0.0  # lower the chance of tokens that the answer has already
+    frequency_penalty: float = 0.0  # lower the chance of tokens, the more often the answer has them
+    # lower the chance of tokens that prompt or answer have, by this factor; 1 is off
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0  # how random answers are; 0 always takes the likeliest token
+    top_p: float = 1.0  # draw only from the likeliest tokens that together have this probability
+    top_k: int = 0  # draw only from this many of the likeliest tokens; 0 or -1: all
+    min_p: float = 0.0  # drop tokens below this share of the likeliest token's probability
+    seed: int | None = None  # number that makes the draws repeatable: same seed, same answer
+    # end the answer before this text; several may be given
+    stop: str | Sequence[str] | None = None
+    # end the answer at one of these token ids, such as 1,2
+    stop_token_ids: Collection[int] | None = None
+    # a word that is never written; several may be given
     bad_words: str | Sequence[str | Sequence[int]] | None = None
-    ignore_eos: bool = False  # go on past the model's end token
-    max_tokens: int | None = 16  # longest answer in tokens; none: up to the context length
-    min_tokens: int = 0  # no end before this many tokens
-    logprobs: int | None = None  # log probabilities of this many tokens; -1: of the vocabulary
+    ignore_eos: bool = False  # do not end the answer at the model's end token
+    max_tokens: int | None = 16  # most tokens of an answer; none: as many as fit
+    min_tokens: int = 0  # fewest tokens of an answer
+    # also give log probabilities, of this many of the likeliest tokens; -1: of all
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     prompt_logprob_start: int = 0  # after which position of the prompt they begin
-    # log probabilities of these ids, in place of the likeliest
+    # also give log probabilities, of these token ids in place of the likeliest
     logprob_token_ids: Collection[int] | None = None
-    # raw: what the model says (the default); processed: of what may be sampled
+    # raw: as the model gives them (the default); processed: after penalties and filters
     logprobs_mode: str | None = None
     detokenize: bool = True  # make text of the tokens
     skip_special_tokens: bool = True  # leave special tokens out of the text
-    include_stop_str_in_output: bool = False  # keep the stop text in the answer
-    logit_bias: dict[int, float] | None = None  # JSON of token id to bias, such as {"42": -100}
-    allowed_token_ids: Collection[int] | None = None  # use no ids but these
-    # what the answer must be, as JSON such as {"regex": "[0-9]+"} or {"json": SCHEMA}
+    include_stop_str_in_output: bool = False  # keep the stop text at the end of the answer
+    # numbers to add to the logits of token ids, as JSON such as {"42": -100}
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Collection[int] | None = None  # the only token ids that may be written
+    # form that the answer must have, as JSON such as {"regex": "[0-9]+"} or {"json": SCHEMA}
     structured_outputs: StructuredOutputsParams | None = None
     # after the first of these texts no string of `stop` counts
     stop_until: str | Sequence[str] | None = None
-    # keep so many tokens at the end of a longer prompt, -1 or auto: as many as leave room to
-    # answer (default: it fails)
+    # cut a longer prompt to its last so many tokens; -1 or auto: to as many as leave room to
+    # answer (default: a prompt that is too long fails)
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:

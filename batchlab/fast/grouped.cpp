@@ -77,7 +77,9 @@ static inline void read_scales(const uint8_t* from, const Form& f, vf (&a)[4], v
         if (f.offsets) b[o] = twice((const S*)from + NR + 8 * o);
     }
 }
+#endif
 
+#ifdef __AVX512F__
 // Calls put(v) for numbers k and k + 1 of all outputs of a panel, k ascending: v[o] has outputs 8 o to 8 o + 7, for each the k-th
 // and the next
 template <int BITS, class F>
@@ -109,7 +111,9 @@ static inline void expand(const uint8_t* from, const Form& f, i64 K, F put) {
         }
     }
 }
+#endif
 
+#ifdef __AVX512F__
 static inline __m512i rounded(vf a, vf b) {  // in bf16
 #ifdef __AVX512BF16__
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
@@ -200,11 +204,12 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
     const T *b = (const T*)panel.at, *added = bias ? bias + p * NR : bias;
     const int n = std::min<i64>(NR, N - p * NR);
     const RowBlocks blocks(M);
+    i64 bytes = NR * K * sizeof(T);
     const auto at = [&](i64 q) { return out + blocks.begin(q) * N + p * NR; };
     if (panel.form >= 0) {
         const Form& f = FORMS[panel.form];
         const auto* from = (const uint8_t*)panel.at;
-        room.resize(NR * K), b = room.data();
+        room.resize(NR * K), b = room.data(), bytes = K / f.group * f.bytes();
 #ifdef __AVX512BF16__
         if constexpr (std::is_same_v<T, bf16>) {
             by_count<MR>(blocks.size(first), [&](auto m) {
@@ -224,8 +229,10 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
 #endif
             expand_panel(from, f, K, room.data());
     }
-    for (i64 q = first; q < last; q++)
-        by_count<MR>(blocks.size(q), [&](auto m) { block<m>(x + blocks.begin(q) * K, b, added, K, at(q), N, n, nullptr, 0); });
+    const char* soon = (const char*)panel.at + bytes;  // the next panel, in parts
+    const int lines = last > first ? bytes / 64 / (last - first) : 0;
+    for (i64 q = first; q < last; q++, soon += lines * 64)
+        by_count<MR>(blocks.size(q), [&](auto m) { block<m>(x + blocks.begin(q) * K, b, added, K, at(q), N, n, soon, lines); });
 }
 
 namespace shared {

@@ -18,7 +18,7 @@ from torch import nn
 from .native import DTYPES, SOURCE, Kernels, Linear, address, struct
 from .packed import PackedLinear, address_of, join_biases, plain_weight
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #57bc14ef
+# %% ../../nbs/4_fast/23_four_bits.ipynb #e1b5dc6a
 class Groups(NamedTuple):
     """A weight `[N, K]` as whole numbers and the scales of groups of them along a row: a number
     times its scale, plus its offset, is the weight.
@@ -73,7 +73,7 @@ def form_of(groups: Groups) -> Form | None:
     want = groups.bits, groups.scales.dtype, groups.offsets is not None, size
     return next((f for f in FORMS if (f.bits, f.scale, f.offsets, f.group) == want), None)
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #8bc3580d
+# %% ../../nbs/4_fast/23_four_bits.ipynb #1b7ec994
 def pack_groups(
     groups: Groups,
     form: Form,
@@ -90,7 +90,7 @@ def pack_groups(
     kernels.calls["pack_groups", torch.float32](*parts, panels.data_ptr(), N, K, form.index)
     return panels
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #e1b5dc6a
+# %% ../../nbs/4_fast/23_four_bits.ipynb #308d1d86
 @struct
 class Panel(ctypes.Structure):
     "Where a panel is, and the index of its form: -1 for numbers of the model's dtype."
@@ -113,7 +113,7 @@ def grouped_product(
     kernels.calls["grouped_product", d](at, table, added, out.data_ptr(), M, n, K)
     return out
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #1b7ec994
+# %% ../../nbs/4_fast/23_four_bits.ipynb #a889600d
 def _grouped(weights: list[Any]) -> tuple[Groups, Form] | None:
     "The groups of `weights`, one below the other, and their form, if they have one in common."
     found = [Groups(*w.groups()) for w in weights if hasattr(w, "groups")]
@@ -181,7 +181,7 @@ def pack_linears(
     grouped = any(hasattr(l.weight, "groups") for l in linears)
     return (GroupedLinear if grouped else PackedLinear)(*linears, kernels=kernels, empty=empty)
 
-# %% ../../nbs/4_fast/23_four_bits.ipynb #308d1d86
+# %% ../../nbs/4_fast/23_four_bits.ipynb #4ec7e6a3
 def groups_right(kernels: Kernels) -> Iterator[bool]:
     "Whether products by groups of each form have the bits of those by the numbers that they are."
     gen = torch.Generator().manual_seed(0)

@@ -66,32 +66,32 @@ def text_form(job: JobInput) -> TextForm:
 class JobInput:
     "The requests in file `input`, and how it is read. `embed` is asked of each plain prompt."
 
-    # requests: OpenAI Batch or plain JSONL, CSV, TSV, Parquet, or .txt with one prompt a line;
-    # also .gz, .bz2, .xz
+    # file of requests: JSONL, plain or of OpenAI's Batch API, CSV, TSV, Parquet, or .txt with
+    # one prompt on each line; also compressed as .gz, .bz2 or .xz
     input: str | Path
     _: KW_ONLY
     sampling_params: dict[str, Any] | None = None  # for what lines leave open
-    # of JSONL lines: batch or plain (default: by the first good line); or csv, tsv, parquet or
-    # txt, of an input whose name does not say it
+    # form of the input: batch or plain for JSONL (default: as its first good line is); or csv,
+    # tsv, parquet or txt where the file's name does not say it
     form: str | None = None
-    # of a table, or of JSONL with keys of its own (default: prompt)
+    # column of a table, or key of JSONL, that has the prompt (default: prompt)
     prompt_column: str = "prompt"
-    id_column: str = "custom_id"  # likewise (default: custom_id)
-    # prompt of a row, with columns in braces: 'Translate to {lang}: {question}'
+    # column or key that has the id of a request (default: custom_id)
+    id_column: str = "custom_id"
+    # prompt of each row, with columns in braces, such as 'Translate to {lang}: {question}'
     prompt_template: str | None = None
-    # what stands in a template for an empty cell, such as '' (default: the row fails)
+    # what a template gets for an empty cell, such as '' (default: the row fails)
     empty: str | None = None
-    # columns that are settings of their row, such as max_tokens,seed (default: all are data)
+    # columns that are sampling settings, such as max_tokens,seed (default: all are data)
     setting_columns: Sequence[str] = ()
-    chat: bool = False  # each plain prompt is a user's message
-    # system message before each of those, and before messages; for a table with columns in
-    # braces too
+    chat: bool = False  # send each plain prompt as a user's message, by the chat template
+    # system message that begins each conversation; for a table it may have columns in braces
     system: str | None = None
     embed: PoolingRequest | None = None
-    limit: int | None = None  # only the first N requests
-    # between the cells of a CSV, such as ';' or tab (default: found in its header)
+    limit: int | None = None  # take only so many requests, the first ones
+    # character between the cells of a CSV, such as ';' or tab (default: found in its header)
     delimiter: str | None = None
-    # of a CSV or text, such as cp1252 or utf-16 (default: UTF-8, or as its first bytes say)
+    # encoding of a CSV or a text, such as cp1252 (default: UTF-8, or as its first bytes say)
     encoding: str | None = None
     quotes: bool = True  # quotes in a CSV or TSV enclose cells
     spell: Callable[[Option], str] = str  # how messages write an option, as in Python or a flag
@@ -209,16 +209,17 @@ class JobOutput(JobInput):
     with one answer, whose dict is further columns (any other value is `result`), or a dict of
     column and function."""
 
-    # answers, one for each request; .jsonl, .csv, .tsv or .parquet; - is standard output,
-    # from which an ended run can't resume
+    # file for the answers: .jsonl, .csv, .tsv or .parquet; - is standard output, and then a
+    # run that was interrupted can't go on
     output: str | Path | None = None
-    error_file: str | Path | None = None  # failures (default: among the answers)
+    error_file: str | Path | None = None  # file for failed requests (default: the output)
     _: KW_ONLY
-    # the answer's text in the output (default: text, or answer where the input has a text)
+    # name of the column for the answer (default: text, or answer if the input has a text)
     output_column: str | None = None
-    # answers in the order of the requests, as in tables always (default: as they end)
+    # write the answers in the order of the requests, as tables always have them (default: as
+    # they end)
     ordered: bool = False
-    keep_journal: bool = False  # leave the folder beside the output there when all is done
+    keep_journal: bool = False  # keep the folder beside the output when all is done
     model_name: str | None = None  # what answers call the model
     postprocess: Postprocess | None = None
     names_found: AnswerNames | None = field(default=None, init=False, repr=False)

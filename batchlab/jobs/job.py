@@ -394,12 +394,12 @@ class Job(JobOutput):
 
     `use_tqdm`: None shows a bar on a terminal. `say` is called with lines about the progress."""
 
-    timeout: float | None = None  # seconds for each request, from when it is next in line
-    max_errors: int | None = None  # stop after more failures than this
-    retry_errors: bool = False  # run again what failed before
-    force: bool = False  # go on though model, parameters or input have changed
-    look_ahead: int = 1024  # lines to choose from
-    # answer lines that ask for another model too (default: they fail)
+    timeout: float | None = None  # seconds that a request may take once it has begun
+    max_errors: int | None = None  # stop when more requests than this have failed
+    retry_errors: bool = False  # also run what failed in an earlier run
+    force: bool = False  # go on even if model, parameters or input have changed
+    look_ahead: int = 1024  # lines read ahead, which run in the order that is fastest
+    # also answer lines that name another model (default: they fail)
     any_model: bool | None = False
     say: Callable[[str], object] = log.info
     use_tqdm: bool | None = None

@@ -94,11 +94,11 @@ class JobPlan:
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The plan in lines, each `Option` in them as `spell` writes it."
         advice = (f"faster: {m.said(spell)}" for m in self.advice)
-        return "\n".join([*counted(self), *timed(self), *advice])
+        return "\n".join([*counted(self, spell), *timed(self), *advice])
 
 # %% ../../nbs/6_jobs/planning.ipynb #8b63c2b6
-def counted(p: JobPlan) -> list[str]:
-    "What `p` has counted, in lines."
+def counted(p: JobPlan, spell: Callable[[Option], str] = str) -> list[str]:
+    "What `p` has counted, in lines, with each `Option` as `spell` writes it."
     more = f"; {p.failed:,} more can not run" if p.failed else ""
     lines = [f"{number_of(p.requests, 'request')}{more}", *(f"  {f}" for f in p.failures)]
     if p.ignored:
@@ -110,13 +110,18 @@ def counted(p: JobPlan) -> list[str]:
             f"{p.longest:,}"
         ]
     if m := p.memory:
+        from batchlab.llm.outputs import memory_lines
+
         mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), p.limits
         lines += [
             f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
             f"{mb(m.kv_limit_bytes)}, in {number_of(m.slots, 'slot')}",
+            *memory_lines(m, spell),
             f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
             f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
         ]
+        if m.estimate:
+            lines += ["time: not estimated, as that takes the weights"]
     elif p.requests:
         lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
     return lines
@@ -298,7 +303,7 @@ def prompts_of(group: RequestGroup) -> list[tuple[int, list[int], Params]]:
 # %% ../../nbs/6_jobs/planning.ipynb #bd3c860d
 def plan_with_model(job: Job, llm: LLM, calibrate: bool = True) -> JobPlan:
     """The `JobPlan` of `job` with `llm`, block by block; `calibrate` tries some requests for a few
-    tokens."""
+    tokens, if `llm` has its weights."""
     p, sample = JobPlan(limits=llm.limits), PromptSample(llm.limits.max_num_seqs)
     params, seen, alike = ParamsCache(job.sampling_params), set[Any](), 0
     names = ModelNames.of(llm, job.model_name, job.any_model)
@@ -322,6 +327,8 @@ def plan_with_model(job: Job, llm: LLM, calibrate: bool = True) -> JobPlan:
     if llm.enable_prefix_caching and llm.strategy == "continuous":
         p.shared_tokens = alike
     p.memory = llm.plan([ids for *_, ids, _ in sample.longest], [x for *_, x in sample.longest])
+    if not llm.loaded:
+        return p
     text = [ids for ids, x in sample.some if isinstance(x, SamplingParams)]
     if calibrate and text:
         p.prompt_rates, p.output_rates, p.tried = rates(llm, text)

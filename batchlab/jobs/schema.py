@@ -32,13 +32,18 @@ __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE',
 # %% ../../nbs/6_jobs/schema.ipynb #oa000010
 class BadRequest(ValueError):
     """A request that can't run, and why. `code`, `param`: those of the API's error object;
-    `param` is the key at fault, if it is one."""
+    `param` is the key at fault, if it is one. `retry_after`: seconds until it is worth asking
+    again, which a server says with some codes."""
 
     def __init__(
-        self, message: str, code: str = "invalid_request", param: str | None = None
+        self,
+        message: str,
+        code: str = "invalid_request",
+        param: str | None = None,
+        retry_after: int = 1,
     ) -> None:
         super().__init__(message)
-        self.code, self.param = code, param
+        self.code, self.param, self.retry_after = code, param, retry_after
 
 
 def key_of(field: str, body: dict[str, Any]) -> str | None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling',
-           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'Limits', 'fit_context',
-           'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count', 'check_counts',
-           'weights_digest', 'model_state']
+           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory', 'Limits',
+           'fit_context', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count',
+           'check_counts', 'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -34,6 +34,7 @@ from ..fast.backends import select_backend
 from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
 from ..models.load import load_tokenizer
+from ..machine import memory_limits
 from ..models import load_model, max_model_len
 from ..errors import whole_number, written
 from ..basics.padding import can_pad
@@ -246,13 +247,15 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no such file, or 'max'
-        limit, used = (
-            int(open(f"/sys/fs/cgroup/memory.{n}", encoding="utf-8").read())
-            for n in ("max", "current")
-        )
-        free = min(free, limit - used)
+    free = min([free, *(limit - used for limit, used in memory_limits())])
     return max(0, free)
+
+
+def total_memory(device: torch.device) -> int:
+    "Bytes of memory that `device` has, a container's limit included."
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
 
 # %% ../../nbs/2_core/config.ipynb #4957086c
 @dataclass(repr=False)
@@ -347,10 +350,13 @@ def choose_limits(
     max_num_batched_tokens: int | None = None,
     max_model_len: int | None = None,
     kv_cache_bytes: int | None = None,
+    device: torch.device | None = None,
+    room: int | None = None,
 ) -> Limits:
     """The `Limits` of a model: what the user gave, else by its device and what memory is free
-    there. Raises `ParamError`."""
-    cpu, own = model.device.type == "cpu", context_limit(model, max_model_len)
+    there, unless `device` and `room`, bytes, say otherwise. Raises `ParamError`."""
+    device = device or model.device
+    cpu, own = device.type == "cpu", context_limit(model, max_model_len)
     if shapes:
         per_token = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
     else:
@@ -359,7 +365,7 @@ def choose_limits(
         max_num_seqs or (64 if cpu else 256),
         0,
         own,
-        kv_cache_bytes or int(0.7 * free_memory(model.device)),
+        kv_cache_bytes or int(0.7 * (free_memory(device) if room is None else room)),
         per_token,
     )
     l.max_num_batched_tokens = max_num_batched_tokens or max(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'outputs_html',
-           'StreamEvent', 'token_times', 'result_of', 'RequestGroup', 'Score', 'MemoryPlan', 'Stats']
+           'StreamEvent', 'token_times', 'result_of', 'RequestGroup', 'Score', 'MemoryPlan', 'memory_lines',
+           'plan_lines', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
 import math, time
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
-from ..errors import BatchlabError, Fault, ParamError, PromptTooLongError
+from ..errors import BatchlabError, Fault, Message, Option, ParamError, PromptTooLongError
 from ..core.params import SamplingParams
 from ..core.request import Request
 from batchlab.llm.shown import (
@@ -432,7 +433,9 @@ class MemoryPlan:
     `slots`: requests at once; `blocks` of `block_size` tokens: the most that they hold at once;
     `shared_tokens`: prompt tokens that are computed once for several requests, as far as that
     was looked at. `adapters_bytes`: of the adapters in memory at once, which is at most
-    `adapters_limit_bytes`."""
+    `adapters_limit_bytes`. `workspace_bytes`: about what a step computes with. `memory_bytes`:
+    what the machine has, 0 if that was not looked at; `free_bytes`: what of it the model may
+    take, with what it holds already. `estimate`: how the plan is less than exact."""
 
     num_requests: int
     prompt_tokens: int
@@ -449,32 +452,69 @@ class MemoryPlan:
     shared_tokens: int = 0
     adapters_bytes: int = 0
     adapters_limit_bytes: int = 0
+    workspace_bytes: int = 0
+    memory_bytes: int = 0
+    free_bytes: int = 0
+    estimate: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        "Weights, keys and values, adapters and workspace together."
+        kept = self.weights_bytes + self.kv_bytes + self.adapters_bytes
+        return kept + self.workspace_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        "Whether there is as much memory now; None if that was not looked at."
+        return self.total_bytes <= self.free_bytes if self.memory_bytes else None
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(10))
+        return "\n".join(plan_lines(self, 10))
 
     def __repr__(self) -> str:
-        return "\n".join(self._lines(3))
+        return "\n".join(plan_lines(self, 3))
 
-    def _lines(self, most: int) -> list[str]:
-        "The plan in lines, with at most `most` refusals."
-        blocks = f", {self.blocks:,} blocks of {self.block_size} tokens" if self.block_size else ""
-        shared = f", {self.shared_tokens:,} of them shared" if self.shared_tokens else ""
-        refused, more = [*self.refused.items()][:most], len(self.refused) - most
-        return [
-            f"{self.num_requests} requests, {self.prompt_tokens:,} prompt tokens{shared}, at most "
-            f"{self.max_output_tokens:,} to generate, the longest {self.longest:,}",
-            f"weights {megabytes(self.weights_bytes)}, KV {self.kv_bytes_per_token:,} bytes a "
-            f"token: {self.slots} slots{blocks}, at most {megabytes(self.kv_bytes)} of "
-            f"{megabytes(self.kv_limit_bytes)}",
-            *[
-                f"adapters {megabytes(self.adapters_bytes)}, of at most "
-                f"{megabytes(self.adapters_limit_bytes)}"
-            ]
-            * bool(self.adapters_limit_bytes),
-            *(f"request {i} is refused: {why}" for i, why in refused),
-            *[f"and {more:,} more are refused"] * (more > 0),
-        ]
+# %% ../../nbs/2_core/outputs.ipynb #3858a836
+def memory_lines(p: MemoryPlan, spell: Callable[[Option], str] = str) -> list[str]:
+    """The sum of `p`, and whether it fits, in lines, with each `Option` as `spell` writes it; []
+    if the machine was not looked at."""
+    if not p.memory_bytes:
+        return []
+    has, free = megabytes(p.memory_bytes), megabytes(p.free_bytes)
+    less = Message("take a smaller model or dtype")
+    if p.weights_bytes < p.memory_bytes:
+        options = dict(slots=Option("max_num_seqs"), length=Option("max_model_len"))
+        less = Message("take a smaller model or dtype, or lower {slots} or {length}", **options)
+    if p.fits:
+        said = f"it fits: the machine has {has}, of which {free} are free for it"
+    elif p.total_bytes <= p.memory_bytes:
+        said = f"it does not fit now: of the machine's {has} only {free} are free for it"
+    else:
+        said = f"it does not fit: the machine has {has}; {less.said(spell)}"
+    parts = dict(weights=p.weights_bytes, KV=p.kv_bytes, adapters=p.adapters_bytes)
+    parts |= dict(workspace=p.workspace_bytes)
+    sizes = " + ".join(f"{name} {megabytes(n)}" for name, n in parts.items() if n)
+    return [f"total {megabytes(p.total_bytes)}: {sizes}", said, *[p.estimate] * bool(p.estimate)]
+
+
+def plan_lines(p: MemoryPlan, most: int) -> list[str]:
+    "The plan `p` in lines, with at most `most` refusals."
+    blocks = f", {p.blocks:,} blocks of {p.block_size} tokens" if p.block_size else ""
+    shared = f", {p.shared_tokens:,} of them shared" if p.shared_tokens else ""
+    refused, more = [*p.refused.items()][:most], len(p.refused) - most
+    lines = [
+        f"{p.num_requests} requests, {p.prompt_tokens:,} prompt tokens{shared}, at most "
+        f"{p.max_output_tokens:,} to generate, the longest {p.longest:,}",
+        f"weights {megabytes(p.weights_bytes)}, KV {p.kv_bytes_per_token:,} bytes a token: "
+        f"{p.slots} slots{blocks}, at most {megabytes(p.kv_bytes)} of "
+        f"{megabytes(p.kv_limit_bytes)}",
+    ]
+    if p.adapters_limit_bytes:
+        most_bytes = megabytes(p.adapters_limit_bytes)
+        lines.append(f"adapters {megabytes(p.adapters_bytes)}, of at most {most_bytes}")
+    lines += memory_lines(p)
+    lines += [f"request {i} is refused: {why}" for i, why in refused]
+    return [*lines, *[f"and {more:,} more are refused"] * (more > 0)]
 
 # %% ../../nbs/2_core/outputs.ipynb #f05bcb17
 @dataclass(repr=False)

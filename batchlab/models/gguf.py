@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedModel
 
-# %% ../../nbs/3_models/gguf.ipynb #6ca8be5b
+# %% ../../nbs/3_models/gguf.ipynb #5140fb2a
 @functools.cache
 def quick_reader() -> type[GGUFReader]:
     """A class of `GGUFReader`s that read an array of the metadata, such as a vocabulary, in one
@@ -67,7 +67,7 @@ def open_gguf(path: Path) -> GGUFReader:
             f"{path} is not a whole GGUF file ({what}): fetch it again, and see that it finishes"
         ) from e
 
-# %% ../../nbs/3_models/gguf.ipynb #d1f997d2
+# %% ../../nbs/3_models/gguf.ipynb #203f832b
 def _value(array_value: Callable[..., Any], x: np.ndarray, kinds: Any) -> Any:
     "As transformers reads a value of the metadata, for entries of arrays without its loops."
     if [*kinds] == [9, 8]:  # an array of strings
@@ -106,7 +106,7 @@ def read_once(path: Path) -> Iterator[GGUFReader]:
         stack.enter_context(mock.patch.object(gguf, "dequantize", dequantize))
         yield reader
 
-# %% ../../nbs/3_models/gguf.ipynb #8920ddc5
+# %% ../../nbs/3_models/gguf.ipynb #7881fdb4
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     "The fp16 number at byte `at` of each block: `[…, 1]`."
     return blocks[..., at : at + 2].contiguous().view(torch.float16)
@@ -130,7 +130,7 @@ def _shifted(blocks: torch.Tensor, *by: int) -> torch.Tensor:
     "Bytes `[…, n]` shifted right by each of `by`: `[…, len(by), n]`."
     return blocks[..., None, :] >> torch.tensor(by, dtype=torch.uint8)[:, None]
 
-# %% ../../nbs/3_models/gguf.ipynb #5036e7e4
+# %% ../../nbs/3_models/gguf.ipynb #029fdc35
 Parts = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -159,7 +159,7 @@ def _q6_k(b: torch.Tensor) -> Parts:
     scales = _half(b, 208).float() * _signed(b[..., 192:208])
     return _signed(low | high << 4) - 32, scales
 
-# %% ../../nbs/3_models/gguf.ipynb #6a75dd6e
+# %% ../../nbs/3_models/gguf.ipynb #f4743cb3
 # of each form: bytes of a block, weights of a block, bits of its numbers as they are given, and its parts
 FORMS: dict[str, tuple[int, int, int, Callable[[torch.Tensor], Parts]]] = dict(
     Q4_0=(18, 32, 4, lambda b: (_signed(_nibbles(b[..., 2:])) - 8, _half(b, 0))),
@@ -213,7 +213,7 @@ def dequantize(data: np.ndarray, kind: Any) -> np.ndarray:
     parts = [numbers_of(some, kind.name, torch.float32) for some in rows.split(4096)]
     return torch.cat(parts).view(*data.shape[:-1], -1).numpy()
 
-# %% ../../nbs/3_models/gguf.ipynb #c0eee9fa
+# %% ../../nbs/3_models/gguf.ipynb #0cd4f160
 class GroupedTensor(torch.Tensor):
     """A weight `[N, K]` that stays in the blocks of its file. For torch it is the numbers of `dtype`
     that they stand for: a lookup of rows, as an embedding's, dequantises those rows, and any
@@ -263,7 +263,7 @@ class GroupedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-# %% ../../nbs/3_models/gguf.ipynb #88e95034
+# %% ../../nbs/3_models/gguf.ipynb #b33affdc
 def _order(processor: Any, name: str, n: int, about: dict[str, Any]) -> np.ndarray | None:
     """In which order transformers puts the `n` rows of a weight: found by giving it row numbers
     in their place. None if it does anything else with them."""
@@ -293,7 +293,7 @@ def _weight(
     done = processor.process(weights=weights, name=tensor.name, **about)
     return names.get(done.name, ""), torch.from_numpy(np.array(done.weights)).to(dtype)
 
-# %% ../../nbs/3_models/gguf.ipynb #3cc1137e
+# %% ../../nbs/3_models/gguf.ipynb #7c61b871
 class Unfit(Exception):
     "A file that has to be read by transformers' own way."
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio, contextlib, hashlib, hmac, json, logging, math, os, re, secrets, socket, sys, time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -72,7 +73,9 @@ def error_response(e: BadRequest, close: bool = False) -> Response:
     """The API's error object, with what its status wants in the headers. `close`: the connection
     ends with it."""
     status, body = error_body(str(e), e.code, e.param)
-    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status, {})
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if status in (429, 503):
+        headers["Retry-After"] = str(e.retry_after)
     if close or status in (408, 413):
         headers["Connection"] = "close"
     return json_response(body, status, headers)
@@ -435,6 +438,49 @@ def parse_chat(body: dict[str, Any]) -> ApiRequest:
     asked.tools = tools
     return asked
 
+# %% ../../nbs/7_serve/49_server.ipynb #5bd08933
+class Turnover:
+    """How fast answers end, and so how long a client waits that finds no room. `clock`: seconds;
+    `last`: how many ends the rate is of. `pending`: answers under way."""
+
+    LEAST, MOST, SPREAD = 1, 60, 0.25
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, last: int = 64) -> None:
+        self.clock, self.pending, self.ended, self.refused = clock, 0, 0, 0
+        self.ends = deque([(0.0, 0)], last)  # in busy seconds, and how many had ended by then
+        self.busy, self.since = 0.0, 0.0  # busy seconds until `since`, from when all are
+        self.promised = 0.0  # when there is room for all that were told to come back
+
+    def busy_seconds(self) -> float:
+        "For how long answers have been under way."
+        return self.busy + (self.clock() - self.since if self.pending else 0)
+
+    def begin(self, n: int) -> int:
+        "Count `n` answers more as under way. Returns how many there are."
+        if not self.pending:
+            self.since = self.clock()
+        self.pending += n
+        return self.pending
+
+    def end(self, n: int) -> int:
+        "Count `n` answers as ended. Returns how many are left."
+        now, self.ended = self.busy_seconds(), self.ended + n
+        self.ends.append((now, self.ended))
+        self.pending -= n
+        if not self.pending:
+            self.busy = now
+        return self.pending
+
+    def retry_after(self, n: int = 1) -> int:
+        "Whole seconds until there should be room for `n` answers. That room is then theirs."
+        then, before = self.ends[0]
+        each = (self.busy_seconds() - then) / (self.ended - before + 1)
+        now, self.refused = self.clock(), self.refused + 1
+        self.promised = min(max(self.promised, now) + n * each, now + self.MOST)
+        more = 1 + self.SPREAD * (self.refused * 0.618 % 1)
+        wait = min(self.promised - now, self.MOST / (1 + self.SPREAD)) * more
+        return max(self.LEAST, math.ceil(wait))
+
 # %% ../../nbs/7_serve/49_server.ipynb #srv00041
 class Admission:
     """Which requests to `llm` are accepted, which is called `name` here, or one of `others`.
@@ -452,7 +498,7 @@ class Admission:
         self.llm, self.name, self.names = llm, name, {name, *others}
         self.max_pending, self.keep_alive = max_pending, keep_alive
         self.metrics, self.since = Metrics(llm, name), int(time.time())
-        self.pending, self.draining = 0, False
+        self.pending, self.turnover, self.draining = 0, Turnover(), False
         self.tool_format: ToolFormat | None = _UNKNOWN  # until a request has tools
 
     def adapter_of(self, model: Any) -> str | None:
@@ -478,8 +524,7 @@ class Admission:
 
     @contextlib.contextmanager
     def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
-        """Count the choices of `asked` as pending while the context lasts. Raises `BadRequest`
-        if there is no room for them."""
+        "Count the choices of `asked` as pending meanwhile. Raises `BadRequest` if there is no room."
         n, most = asked.num_choices, self.max_pending
         if self.draining:
             raise BadRequest("the server is stopping: ask again later", "unavailable")
@@ -489,12 +534,13 @@ class Admission:
             raise BadRequest(f"{why}: ask for fewer", param="n" if many else asked.key)
         if self.pending + n > most:
             why = f"{self.pending:,} requests are under way, and this server takes {most:,}"
-            raise BadRequest(f"{why}: ask again later", "rate_limit_exceeded")
-        self.pending += n
+            later = self.turnover.retry_after(n)
+            raise BadRequest(f"{why}: ask again later", "rate_limit_exceeded", None, later)
+        self.pending = self.turnover.begin(n)
         try:
             yield
         finally:
-            self.pending -= n
+            self.pending = self.turnover.end(n)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv041t1
 class TokenRoutes(Admission):
@@ -982,12 +1028,11 @@ def room_for() -> int:
     return max(1, (most - len(os.listdir("/dev/fd")) - SPARE) * 3 // 4)
 
 
-async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
-    "An ASGI application that answers where there is no room for the connection."
+async def crowded(api: Api, scope: Scope, receive: Receive, send: Send) -> None:
+    "An ASGI application, but for `api`, that answers where there is no room for the connection."
     why = "the server has as many connections as it can hold: try again later"
-    response = error_response(BadRequest(why, "unavailable"), close=True)
-    response.headers["Retry-After"] = "1"
-    await response(scope, receive, send)
+    e = BadRequest(why, "unavailable", None, api.turnover.retry_after())
+    await error_response(e, close=True)(scope, receive, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-1
 def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
@@ -1016,8 +1061,9 @@ class TimedConnection(H11Protocol):
         super().connection_made(transport)
         self.seen, self.since, self.first = None, 0.0, b""  # the first bytes that came
         most, self.limit_concurrency = self.limit_concurrency, None
+        served: Any = self.config.app
         if most and len(self.connections) > most:
-            self.app = crowded
+            self.app = partial(crowded, served.state.api)
         if most and len(self.connections) > most + most // 8 + 1:
             transport.abort()
 

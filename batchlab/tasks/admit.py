@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
 
 # %% auto #0
-__all__ = ['keep_last', 'admit', 'admit_text']
+__all__ = ['ASKED_BY', 'keep_last', 'admit', 'no_text', 'admit_text']
 
 # %% ../../nbs/5_tasks/admit.ipynb #2566475d
 def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
@@ -50,16 +50,34 @@ def admit(llm: LoadedModel, group: RequestGroup, prompt: ParsedPrompt) -> Reques
         admit_text(llm, group, prompt, s.params)
     return put_adapter(llm, group, s.adapter)
 
+# %% ../../nbs/5_tasks/admit.ipynb #eb76f646
+# what asks for each of `POOLING_TASKS`: a method of `LLM`, and the url of a line or a request
+ASKED_BY = dict(
+    embed=("llm.embed", "/v1/embeddings"),
+    classify=("llm.classify", "/classify"),
+    score=("llm.score", "/score"),
+    token_embed=("llm.encode", "/pooling"),
+    token_classify=("llm.encode", "/pooling"),
+)
+
+
+def no_text(llm: LoadedModel) -> ModelError:
+    "The error for a prompt to a model that writes no text: it says what else can be asked."
+    tasks = llm.pooler.tasks
+    either = lambda words: " or ".join(", ".join(dict.fromkeys(words)).rsplit(", ", 1))
+    calls, urls = map(either, zip(*(ASKED_BY[task] for task in tasks)))
+    return ModelError(
+        f"{type(llm.model).__name__} writes no text, it has {', '.join(tasks)}: call {calls}, or "
+        f"give lines of the Batch API with the url {urls}"
+    )
+
 # %% ../../nbs/5_tasks/admit.ipynb #e15b0e77
 def admit_text(
     llm: LoadedModel, group: RequestGroup, prompt: ParsedPrompt, params: SamplingParams
 ) -> RequestGroup:
     "As `admit`, for a prompt that is to be answered by `params`, without its adapter."
     if not llm.can_generate:
-        raise ModelError(
-            f"{type(llm.model).__name__} writes no text: it has {', '.join(llm.pooler.tasks)}, as "
-            "llm.embed, llm.classify, llm.score or llm.encode"
-        )
+        raise no_text(llm)
     timeout = prompt.settings.timeout
     group.params, group.deadline = params, None if timeout is None else group.start + timeout
     if prompt.error:

@@ -1,0 +1,222 @@
+"A plan says what a call takes in all and whether that fits; and it is made without weights where there are none."
+
+import json
+
+import pytest, torch
+
+from batchlab.api import LLM, SamplingParams
+from batchlab.api import plan as planning
+from batchlab.api import unloaded
+from batchlab.api.unloaded import UnloadedLLM, stand_in
+from batchlab.cli import main
+from batchlab.errors import ModelError, UnsupportedModelError
+from batchlab.llm import config
+from batchlab.machine import memory_limits
+from batchlab.llm.outputs import MemoryPlan, memory_lines
+from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.models.fetch import weights_missing
+from test_encoders import encoder
+
+HOW = dict(max_num_seqs=2, max_model_len=64, kv_cache_bytes=10**6)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PROMPTS = ["One, two,", "Red, green,", "The sea", "a" * 100]
+
+
+def outline(folder, model, tokenizer=tiny_tokenizer):
+    "A folder with the config of `model`, the `tokenizer` that this makes, and no weights."
+    model.config.save_pretrained(folder)
+    if tokenizer:
+        tokenizer().save_pretrained(folder)
+    return folder
+
+
+def machine(monkeypatch, total, free):
+    "A machine with so many bytes of memory."
+    for module in (planning, config, unloaded):
+        for name, n in dict(total_memory=total, free_memory=free).items():
+            monkeypatch.setattr(module, name, lambda device, n=n: n, raising=False)
+
+
+@pytest.mark.parametrize(
+    "total, free, fits, said",
+    [
+        (1000, 600, True, "it fits: the machine has"),
+        (1000, 599, False, "it does not fit now: of the machine's"),
+        (599, 300, False, "or lower max_num_seqs or max_model_len"),
+        (200, 100, False, "take a smaller model or dtype"),
+    ],
+)
+def test_the_sum_and_whether_it_fits(total, free, fits, said):
+    p = MemoryPlan(1, 1, 1, 2, 1, 300, 200, 1, 200, {}, adapters_bytes=40, workspace_bytes=60)
+    assert p.total_bytes == 600 and p.fits is None and not memory_lines(p)
+    p.memory_bytes, p.free_bytes = total, free
+    assert p.fits is fits and said in memory_lines(p)[1] and said in str(p)
+    assert all(f"{name} 0.0 MB" in memory_lines(p)[0] for name in ("weights", "KV", "workspace"))
+    assert ("lower" in memory_lines(p)[1]) == (total == 599)
+
+
+def test_a_loaded_model_fits_with_what_it_holds_already(monkeypatch):
+    llm = LLM(tiny_model("llama"), tiny_tokenizer(), compile=False, **HOW)
+    machine(monkeypatch, 10**9, 10**6)
+    plan = llm.plan(PROMPTS[:3], GREEDY)
+    assert plan.weights_bytes == sum(p.nbytes for p in llm.model.parameters())
+    assert plan.free_bytes == 10**6 + plan.weights_bytes and plan.fits
+    widest = llm.model.config.intermediate_size
+    assert plan.workspace_bytes == 3 * 512 * widest * 4 + 4 * plan.slots * llm.vocab_size
+    machine(monkeypatch, 10**9, 1000)
+    assert not llm.plan(PROMPTS[:3], GREEDY).fits
+
+
+def group(folder, names, values, idle):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, values):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"anon 7\n{idle} 50\n")
+
+
+V2 = ("memory.max", "memory.current"), "inactive_file"
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
+
+
+def test_limits_of_all_groups_above_a_process_count(tmp_path):
+    (tmp_path / "self").write_text(
+        "3:cpu:/a\n2:hugetlb,memory:/job/7\n0::/system.slice/b.service\n"
+    )
+    limits = lambda: memory_limits(tmp_path, tmp_path / "self")
+    assert limits() == [] and memory_limits(tmp_path, tmp_path / "none") == []
+    group(tmp_path / "system.slice" / "b.service", V2[0], (900, 400), V2[1])
+    group(tmp_path / "system.slice", V2[0], ("max", 500), V2[1])
+    group(tmp_path, V2[0], (5000, 20), V2[1])
+    assert limits() == [(900, 350), (5000, 0)]
+    group(tmp_path / "memory" / "job" / "7", V1[0], (800, 90), V1[1])
+    group(tmp_path / "memory", V1[0], (2**63 - 4096, 100), V1[1])
+    assert limits()[:2] == [(800, 40), (2**63 - 4096, 50)] and len(limits()) == 4
+
+
+@pytest.mark.parametrize(
+    "limits, total, free", [([], 5000, 3000), ([(1000, 400), (9000, 1)], 1000, 600)]
+)
+def test_a_containers_limit_is_the_machines_memory(monkeypatch, limits, total, free):
+    memory = type("M", (), dict(total=5000, available=3000))
+    monkeypatch.setattr(config.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(config, "memory_limits", lambda: limits)
+    cpu = torch.device("cpu")
+    assert (config.total_memory(cpu), config.free_memory(cpu)) == (total, free)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral", "phi3", "bloom"])
+def test_the_same_plan_with_weights_and_without(tmp_path, family):
+    model = tiny_model(family)
+    known = LLM(model, tiny_tokenizer(), compile=False, **HOW)
+    folder = outline(tmp_path, model)
+    guess = UnloadedLLM(folder, device="cpu", dtype="fp32", **HOW)
+    a, b = known.plan(PROMPTS, GREEDY), guess.plan(PROMPTS, GREEDY)
+    for name in ("num_requests", "prompt_tokens", "longest", "weights_bytes", "workspace_bytes"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert [*a.refused] == [*b.refused] == [3]
+    if known.shapes:  # it runs packed, as an unloaded one is taken to
+        assert known.shapes == guess.shapes
+        assert (a.slots, a.kv_bytes, a.blocks) == (b.slots, b.kv_bytes, b.blocks)
+    assert "from the config alone" in str(b) and "from the config" not in str(a)
+    assert all(p.is_meta for p in guess.model.parameters())
+
+
+def test_an_encoder_without_its_weights_keeps_no_keys(tmp_path):
+    model = encoder("bert")
+    folder = outline(tmp_path, model)
+    guess = UnloadedLLM(folder, device="cpu", dtype="fp32", max_num_seqs=2)
+    assert not guess.can_generate and not guess.causal
+    known = LLM(model, tiny_tokenizer(), compile=False, max_num_seqs=2)
+    assert guess.limits.kv_bytes_per_token == known.limits.kv_bytes_per_token
+
+
+def test_int8_and_bf16_without_weights(tmp_path):
+    folder = outline(tmp_path, tiny_model("llama"))
+    size = lambda **how: UnloadedLLM(folder, device="cpu", **how).weights_bytes
+    fp32, bf16, int8 = size(dtype="fp32"), size(dtype="bf16"), size(quantization="int8")
+    assert bf16 * 2 == fp32 and int8 < bf16
+
+
+def test_nothing_runs_without_weights(tmp_path):
+    llm = UnloadedLLM(outline(tmp_path, tiny_model("llama")), device="cpu", **HOW)
+    for call in (
+        lambda: llm.generate(PROMPTS, use_tqdm=False),
+        lambda: next(llm.stream(PROMPTS)),
+        lambda: llm.add_request("a"),
+        lambda: llm.score("a", ["b"]),
+    ):
+        with pytest.raises(ModelError, match="only the config"):
+            call()
+    llm.close()
+
+
+def test_a_model_that_leaves_no_room_is_planned_for(tmp_path, monkeypatch):
+    folder = outline(tmp_path, tiny_model("llama"))
+    machine(monkeypatch, 10**5, 10**5)
+    plan = UnloadedLLM(folder, device="cpu", dtype="fp32").plan(PROMPTS, GREEDY)
+    assert plan.fits is False and not plan.refused and plan.slots
+
+
+def test_tokens_are_estimated_where_there_is_no_tokenizer(tmp_path):
+    folder = outline(tmp_path, tiny_model("llama"), tokenizer=None)
+    llm = UnloadedLLM(folder, device="cpu")
+    text = "Zeilen\nund 日本 <?> {{ x }} " * 20
+    plan = llm.plan([text, [1, 2, 3]], GREEDY)
+    assert plan.prompt_tokens == -(-len(text) // 4) + 3 and not plan.refused
+    assert "each 4 characters were counted" in str(plan) and not plan.shared_tokens
+    talk = [dict(role="user", content=text)]
+    more = len(stand_in().apply_chat_template(talk, tokenize=True)["input_ids"])
+    assert llm.plan([dict(messages=talk)], GREEDY).prompt_tokens == more
+
+
+@pytest.mark.parametrize(
+    "config, error",
+    [
+        (dict(quantization_config=dict(quant_method="awq")), UnsupportedModelError),
+        (dict(architectures=["LlamaForMaskedLM"]), UnsupportedModelError),
+        (dict(model_type="mine"), UnsupportedModelError),
+    ],
+)
+def test_what_would_not_load_is_not_planned_for(tmp_path, config, error):
+    outline(tmp_path, tiny_model("llama"))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(error):
+        UnloadedLLM(tmp_path, device="cpu")
+
+
+def test_where_weights_are_missing(tmp_path, monkeypatch):
+    whole, bare, empty = tmp_path / "whole", tmp_path / "bare", tmp_path / "empty"
+    tiny_model("llama").save_pretrained(whole)
+    outline(bare, tiny_model("llama"))
+    empty.mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    for name, missing in (
+        (whole, False),
+        (bare, True),
+        (empty, False),
+        (None, False),
+        ("no/such/folder", False),
+        ("my.gguf", False),
+        ("./nowhere", False),
+        ("batchlab/no-such-model", True),
+    ):
+        assert weights_missing(name) is missing, name
+
+
+def test_the_command_plans_by_the_config_alone(tmp_path, capsys, monkeypatch):
+    folder = str(outline(tmp_path / "m", tiny_model("llama"), tokenizer=None))
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(f"{json.dumps(dict(prompt='a' * n))}\n" for n in (40, 80)))
+    plan = lambda *more: main(["plan", "-i", str(source), "--model", folder, *more])
+    assert plan() == 0
+    said = capsys.readouterr().out
+    assert "tokens: 30 in prompts" in said and "from the config alone" in said
+    assert "total " in said and "it fits: the machine has" in said
+    assert "time: not estimated" in said and "speed:" not in said
+    machine(monkeypatch, 10**6, 10**5)
+    assert plan("--max-num-seqs", "2") == 0
+    said = capsys.readouterr().out
+    assert "it does not fit" in said and "lower --max-num-seqs or --max-model-len" in said
+    assert main(["generate", "Hi", "--model", folder]) == 2  # which wants the weights
+    assert "can't be read" in capsys.readouterr().err
