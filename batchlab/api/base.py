@@ -172,6 +172,7 @@ class LoadedModel(ModelState):
         Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
         self.read_model()
         self.engines.open()
+        trim_memory(cuda=False)  # what loading, trials and packing took and freed
         self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
         limits: dict[str, Any] = dict(self.asked_limits)
         if not self.can_generate:

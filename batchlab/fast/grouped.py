@@ -124,7 +124,7 @@ def _grouped(weights: list[Any]) -> tuple[Groups, Form] | None:
     added = torch.cat(offsets) if form.offsets else None
     return Groups(torch.cat(numbers), torch.cat(scales), added, form.bits), form
 
-
+# %% ../../nbs/4_fast/23_four_bits.ipynb #four0002
 class GroupedLinear(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side, with weights
     that stay in the groups of their file: `[…, in]` to `[…, out]`, to the bit as by a
@@ -173,7 +173,7 @@ class GroupedLinear(nn.Module):
         out = grouped_product(self.kernels, rows, self.panels, self.bias, self.n)
         return out.view(*x.shape[:-1], self.n)
 
-
+# %% ../../nbs/4_fast/23_four_bits.ipynb #four0004
 def pack_linears(
     *linears: nn.Linear, kernels: Kernels, empty: Callable[..., torch.Tensor] = torch.empty
 ) -> Any:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['Parts', 'FORMS', 'quick_reader', 'open_gguf', 'read_once', 'split', 'numbers_of', 'dequantize', 'GroupedTensor',
-           'Unfit', 'model_in_groups']
+           'numbers_at_hand', 'Unfit', 'model_in_groups']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
-import contextlib, copy, functools, struct
+import contextlib, copy, functools, mmap, struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,9 @@ def quick_reader() -> type[GGUFReader]:
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
                 return super()._get_field_parts(orig_offs, raw_type)
-            number, n = struct.unpack_from("<IQ", self.data, orig_offs)
-            kind, data, at = GGUFValueType(number), np.asarray(self.data), orig_offs + 12
+            data: Any = np.asarray(self.data)
+            number, n = struct.unpack_from("<IQ", data, orig_offs)
+            kind, at = GGUFValueType(number), orig_offs + 12
             parts = [data[at - 12 : at - 8].view(np.uint32), data[at - 8 : at].view(np.uint64)]
             types = [GGUFValueType.ARRAY, *[kind] * (n > 0)]
             if dtype := self.gguf_scalar_to_np.get(kind):
@@ -81,8 +82,9 @@ def read_once(path: Path) -> Iterator[GGUFReader]:
     metadata for the configuration, for the tokenizer and for the weights, and dequantise with
     NumPy. Raises `ModelError`."""
     import gguf
-    from transformers import modeling_gguf_pytorch_utils as theirs
+    from transformers import modeling_gguf_pytorch_utils
 
+    theirs: Any = modeling_gguf_pytorch_utils
     reader, read = open_gguf(path), theirs.load_gguf_checkpoint
     about = functools.cache(lambda file: read(file))
 
@@ -223,6 +225,7 @@ class GroupedTensor(torch.Tensor):
 
     raw: torch.Tensor
     form: str
+    plain: torch.Tensor | None = None  # all of it as plain numbers, inside `numbers_at_hand`
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, form: str, dtype: torch.dtype) -> GroupedTensor:
@@ -233,7 +236,7 @@ class GroupedTensor(torch.Tensor):
         return self
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         "Of what is stored."
         return self.raw.nbytes
 
@@ -247,7 +250,10 @@ class GroupedTensor(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:
         "All of it, as plain numbers."
-        return torch.cat([self.rows(slice(i, i + 1024)) for i in range(0, len(self.raw), 1024)])
+        if self.plain is not None:
+            return self.plain
+        n = max(1, 2**20 // self.shape[1])  # so many at a time stay in a cache
+        return torch.cat([self.rows(slice(i, i + n)) for i in range(0, len(self.raw), n)])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,9 +267,25 @@ class GroupedTensor(torch.Tensor):
         plain = lambda x: x.dequantize() if isinstance(x, cls) else x
         return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
 # %% ../../nbs/3_models/gguf.ipynb #b33affdc
+@contextlib.contextmanager
+def numbers_at_hand(model: nn.Module, room: float) -> Iterator[None]:
+    """Inside, the weights of `model` that stay in groups are there as plain numbers, too, if these
+    take up to `room` bytes: for who runs the model's own code several times."""
+    kept = {p: None for p in model.parameters() if isinstance(p, GroupedTensor)}
+    if sum(p.numel() * p.dtype.itemsize for p in kept) > room:
+        kept = {}
+    try:
+        for p in kept:
+            p.plain = p.dequantize()
+        yield
+    finally:
+        for p in kept:
+            p.plain = None
+
+# %% ../../nbs/3_models/gguf.ipynb #7c61b871
 def _order(processor: Any, name: str, n: int, about: dict[str, Any]) -> np.ndarray | None:
     """In which order transformers puts the `n` rows of a weight: found by giving it row numbers
     in their place. None if it does anything else with them."""
@@ -293,7 +315,7 @@ def _weight(
     done = processor.process(weights=weights, name=tensor.name, **about)
     return names.get(done.name, ""), torch.from_numpy(np.array(done.weights)).to(dtype)
 
-# %% ../../nbs/3_models/gguf.ipynb #7c61b871
+# %% ../../nbs/3_models/gguf.ipynb #9a438417
 class Unfit(Exception):
     "A file that has to be read by transformers' own way."
 
@@ -343,6 +365,8 @@ def model_in_groups(
             raise Unfit(f"{name} is {[*weight.shape]}")
         setattr(module, last, nn.Parameter(weight, requires_grad=False))
     model.tie_weights()
+    if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read to be moved or dequantised
+        reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
     if missing := [name for name, p in model.named_parameters() if p.is_meta]:
         raise Unfit(f"{missing[0]} is not in it")
     return model

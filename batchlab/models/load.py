@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from ..machine import cache_dir, processor_flags
-from .gguf import Unfit, model_in_groups, open_gguf, read_once
+from .gguf import Unfit, model_in_groups, read_once
 from .sentence import first_step, lower_case
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype', 'load_outline']
+__all__ = ['log', 'resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype', 'load_outline', 'keeps_groups']
 
 # %% ../../nbs/3_models/load.ipynb #c76240b6
 def resolve_device(device: str | torch.device | None = "auto") -> torch.device:
@@ -476,11 +476,14 @@ def _mend_tokenizer(tok, field):
     return tok
 
 # %% ../../nbs/3_models/load.ipynb #7cf1a054
-def _keeps_groups(dtype: torch.dtype, device: str | torch.device) -> bool:
-    "Whether products by weights in groups have the bits of those by weights of `dtype`."
+def keeps_groups(dtype: torch.dtype, device: str | torch.device) -> bool:
+    """Whether the kernels multiply by weights in groups at a good speed, and with the bits of those
+    by weights of `dtype`."""
     if torch.device(device).type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    return dtype == torch.float32 or "amx_bf16" not in processor_flags()  # it sums in another order
+    flags = processor_flags()
+    adds_otherwise = dtype == torch.bfloat16 and "amx_bf16" in flags  # a matrix unit
+    return "avx512f" in flags and not adds_otherwise
 
 
 def _read_model(path, reader, dtype, grouped):
@@ -500,8 +503,9 @@ def _packing(kind: int | None) -> str:
     from gguf import LlamaFileType
 
     known = {int(t): t.name.removeprefix("MOSTLY_") for t in LlamaFileType}
-    plain = kind is None or known.get(kind) in ("ALL_F32", "F16", "BF16")
-    return "" if plain else known.get(kind, "packed")
+    if kind is None or known.get(kind) in ("ALL_F32", "F16", "BF16"):
+        return ""
+    return known.get(kind, "packed")
 
 # %% ../../nbs/3_models/load.ipynb #gguf0002
 def load_gguf(
@@ -519,7 +523,7 @@ def load_gguf(
         kind = field("general.file_type")
         stored = {0: torch.float32, 1: torch.float16}.get(kind, torch.bfloat16)
         dtype = resolve_dtype(dtype, stored, device)
-        grouped = grouped and _keeps_groups(dtype, device)
+        grouped = grouped and keeps_groups(dtype, device)
         try:
             model, tok = _read_model(path, reader, dtype, grouped), None
             if field("tokenizer.ggml.model"):
