@@ -8,11 +8,10 @@ struct Norm {
     i64 kind, rounds;            // 0 none, 1 root mean square, 2 mean and deviation; rounded to the dtype before the weight
 };
 struct Linear {
-    const void *weight, *bias;  // packed; bias or null
-    const int32_t* start;       // kind 2: what the sum of each output begins with
-    const float* scales;        // kind 2: of each output
-    i64 kind, outputs, inputs,
-        block;  // 0 none, 1 panels of the dtype, 2 int8, 3 computed outside, 4 `Panel`s; dims mixed in int8
+    const void *weight, *bias;         // packed; bias or null
+    const int32_t* start;              // kind 2: what the sum of each output begins with
+    const float* scales;               // kind 2: of each output
+    i64 kind, outputs, inputs, block;  // 0 none, 1 panels, 2 int8, 3 computed outside, 4 in groups; dims mixed in int8
 };
 struct Activation {
     i64 kind, gated;  // which of the enum; its result is multiplied by the second half of the row

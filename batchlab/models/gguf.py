@@ -236,7 +236,7 @@ class GroupedTensor(torch.Tensor):
         return self
 
     @property
-    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         "Of what is stored."
         return self.raw.nbytes
 
