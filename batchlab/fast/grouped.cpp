@@ -191,7 +191,8 @@ struct Panel {
 // The rows of a product: the first block is small, since its sums share the registers with what expands a panel for all
 struct RowBlocks {
     i64 rows, first, others;
-    RowBlocks(i64 rows) : rows(rows), first(rows > 8 ? 5 : rows), others((rows - first + MR - 1) / MR) {}
+    RowBlocks(i64 rows)
+        : rows(rows), first(rows > std::min(8, MR) ? std::min(5, MR) : rows), others((rows - first + MR - 1) / MR) {}
     i64 count() const { return 1 + others; }
     i64 begin(i64 q) const { return q < 2 ? q * first : first + (rows - first) * (q - 1) / others; }
     i64 size(i64 q) const { return begin(q + 1) - begin(q); }
