@@ -292,7 +292,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     which, mode = p.add_mutually_exclusive_group(), p.add_mutually_exclusive_group()
 
     def add(flag: str, help: str | None = None, to: Any = p, **how: Any) -> None:
-        to.add_argument(f"--{flag}", help=help, **how)
+        names = ["-i"] * (flag == "input") + [f"--{flag}"]
+        to.add_argument(*names, help=help, **how)
 
     add("model", "a hub id, a folder or a .gguf file (default: the default model)", which)
     shapes = f"a model with random weights, made once, instead: {', '.join(SHAPES)}"
