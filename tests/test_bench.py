@@ -8,6 +8,7 @@ import psutil, pytest
 from batchlab import bench
 from batchlab.bench import peers, profiling, shapes
 from batchlab.errors import Unavailable
+from batchlab.jobs.advice import conclusions
 from batchlab.api import LLM
 from batchlab.models import load_model, tiny_model
 from batchlab.basics.prefill import generate_naive
@@ -47,6 +48,18 @@ def test_one_run_compares_and_says_who_is_missing(folder, tmp_path):
     assert left_out in out and "/nowhere/python" in left_out
     assert report["machine"]["threads"] == 1 and report["command"][:2] == ["batchlab", "bench"]
     assert (tmp_path / "r.svg").read_text().startswith("<svg")
+
+
+def test_a_profile_of_a_file_in_8_bits(folder, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(dict(prompt=[5, 6], max_tokens=2)) + "\n")
+    status, out, err = command(folder, "uniform", "--profile", "-i", str(source))
+    assert status == 0 and "in.jsonl" in out, err
+    status, _, err = command(folder, "uniform", "--quantization", "int8")
+    assert status == 2 and "--contenders batchlab:quantization=int8" in err
+    linears = [str(m) for m in conclusions(dict(linears=1.0))]
+    assert "halves it" in linears[0]
+    assert "halves it" not in str(conclusions(dict(linears=1.0), int8=True)[0])
 
 
 def test_a_contenders_script_needs_no_batchlab(folder, tmp_path):

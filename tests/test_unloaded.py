@@ -60,11 +60,44 @@ def test_a_loaded_model_fits_with_what_it_holds_already(monkeypatch):
     machine(monkeypatch, 10**9, 10**6)
     plan = llm.plan(PROMPTS[:3], GREEDY)
     assert plan.weights_bytes == sum(p.nbytes for p in llm.model.parameters())
-    assert plan.free_bytes == 10**6 + plan.weights_bytes and plan.fits
+    assert plan.free_bytes == 10**6 + plan.weights_bytes + plan.libraries_bytes and plan.fits
+    assert plan.libraries_bytes == planning.LIBRARIES_BYTES and not plan.loading_bytes
     widest = llm.model.config.intermediate_size
     assert plan.workspace_bytes == 3 * 512 * widest * 4 + 4 * plan.slots * llm.vocab_size
     machine(monkeypatch, 10**9, 1000)
     assert not llm.plan(PROMPTS[:3], GREEDY).fits
+
+
+@pytest.mark.parametrize(
+    "size, fits, said",
+    [(1000, True, "it fits into 0.0 MB"), (899, False, "it does not fit into 0.0 MB; take a")],
+)
+def test_loading_may_take_the_most(size, fits, said):
+    how = dict(libraries_bytes=400, loading_bytes=500, workspace_bytes=60)
+    p = MemoryPlan(1, 1, 1, 2, 1, 100, 200, 1, 200, {}, **how)
+    p.memory_bytes = p.free_bytes = size
+    p.given = True
+    assert (p.running_bytes, p.total_bytes, p.fits) == (760, 900, fits)
+    first, then, verdict = memory_lines(p)
+    assert "while the model is loaded" in first and then.startswith("then 0.0 MB: weights")
+    assert verdict.startswith(said) and ("lower" in verdict) is False
+
+
+def test_a_plan_for_another_machines_memory(tmp_path, monkeypatch, capsys):
+    folder, how = outline(tmp_path, tiny_model("llama")), dict(max_num_seqs=4, max_model_len=64)
+    llm = UnloadedLLM(folder, device="cpu", dtype="bf16", **how)
+    most = llm.plan(PROMPTS[:3] * 4, GREEDY, memory_bytes=10**12)
+    one = llm.plan(PROMPTS[:3] * 4, GREEDY, memory_bytes=planning.LIBRARIES_BYTES)
+    assert most.fits and most.slots == 4 and most.kv_limit_bytes > 10**11
+    assert not one.fits and one.slots == 1 and one.kv_limit_bytes < most.kv_bytes
+    small = UnloadedLLM(folder, device="cpu", dtype="bf16", quantization="int8", **how)
+    assert small.loading_bytes == llm.loading_bytes > llm.weights_bytes > small.weights_bytes
+    (tmp_path / "in.jsonl").write_text(json.dumps(dict(prompt="Hi")))
+    args = ["plan", "-i", str(tmp_path / "in.jsonl"), "--max-model-len", "64", "--memory"]
+    assert main([*args, "8GB"], llm) == 0
+    assert "it fits into 8,000.0 MB" in capsys.readouterr().out
+    assert main([*args, "400MB"], llm) == 0
+    assert "it does not fit into 400.0 MB" in capsys.readouterr().out
 
 
 def group(folder, names, values, idle):
@@ -214,7 +247,7 @@ def test_the_command_plans_by_the_config_alone(tmp_path, capsys, monkeypatch):
     assert "tokens: 30 in prompts" in said and "from the config alone" in said
     assert "total " in said and "it fits: the machine has" in said
     assert "time: not estimated" in said and "speed:" not in said
-    machine(monkeypatch, 10**6, 10**5)
+    machine(monkeypatch, planning.LIBRARIES_BYTES + 10**6, 10**5)
     assert plan("--max-num-seqs", "2") == 0
     said = capsys.readouterr().out
     assert "it does not fit" in said and "lower --max-num-seqs or --max-model-len" in said

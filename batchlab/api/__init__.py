@@ -186,10 +186,12 @@ class ListCalls(VerifyCalls):
         sampling_params: ParamsEach = None,
         chat: bool = False,
         lora_request: AdapterChoices = None,
+        memory_bytes: int | None = None,
     ) -> MemoryPlan:
-        "The `MemoryPlan` of a call with these arguments; nothing is run. Raises `ParamError`."
+        """The `MemoryPlan` of a call with these arguments; nothing is run. `memory_bytes`: what
+        it must fit into, instead of this machine's memory. Raises `ParamError`."""
         read = read_prompts(prompts, chat, sampling_params, lora_request=lora_request)
-        return make_plan(self, self._groups(read))
+        return make_plan(self, self._groups(read), memory_bytes)
 
 # %% ../../nbs/2_core/api.ipynb #ac5146dd
 class ChatCalls(ListCalls):

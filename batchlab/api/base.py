@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from batchlab.view.trace import Recorder
 
 # %% auto #0
-__all__ = ['ModelEngines', 'ModelState', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop', 'facts_of', 'Upkeep',
-           'trim_memory', 'Lifetime', 'LLMBase']
+__all__ = ['ModelEngines', 'ModelState', 'loading_peak', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop', 'facts_of',
+           'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
 
 # %% ../../nbs/2_core/base.ipynb #9c61fad8
 class ModelEngines(BackgroundLoop):
@@ -104,6 +104,7 @@ class ModelState(ModelEngines):
     limits_fit: tuple[object, ...] | None = None  # what `limits` were chosen for
     loaded = True  # whether its weights are there
     estimate = ""  # how its plans are less than exact
+    loading_bytes = 0  # the most that its weights took while they were loaded
 
     @property
     def max_model_len(self) -> int | None:
@@ -131,6 +132,12 @@ class ModelState(ModelEngines):
         said = {k: given.get(k) for k in names} | dict(max_tokens=given.get("max_new_tokens"))
         return SamplingParams.of({k: v for k, v in said.items() if v is not None})
 
+# %% ../../nbs/2_core/base.ipynb #7a827bc5
+def loading_peak(model: PreTrainedModel) -> int:
+    "The most bytes that the weights of `model` take while they are rearranged, one by one."
+    sizes = [p.nbytes for p in model.parameters()]
+    return sum(sizes) + max(sizes, default=0)
+
 # %% ../../nbs/2_core/base.ipynb #b337ac8b
 class LoadedModel(ModelState):
     "A model that finds out about itself, as often as it has changed."
@@ -150,6 +157,7 @@ class LoadedModel(ModelState):
         self.tokenizer = with_template(own, template)
         if self.tokenizer is not None and self.tokenizer is not tokenizer:
             hush(self.tokenizer)  # no object of the caller's
+        self.loading_bytes = loading_peak(self.model) if self.own else 0
         self.read_model()
 
     def read_model(self) -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools, math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core.engine import sum_ledgers
 from ..core.request import Count, Request, RowOutput
 from ..core.scheduler import Scheduler
-from ..llm.config import free_memory, total_memory
+from ..llm.config import Limits, free_memory, total_memory
 from ..llm.outputs import MemoryPlan, RequestGroup, Stats
 from ..llm.rectangle import round_up
 from ..tasks.lora import plan_adapters
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
 
 # %% auto #0
-__all__ = ['WIDTHS', 'in_order', 'simulate', 'workspace_bytes', 'machine_memory', 'make_plan', 'make_stats']
+__all__ = ['WIDTHS', 'LIBRARIES_BYTES', 'in_order', 'simulate', 'workspace_bytes', 'libraries_bytes', 'machine_memory',
+           'limits_in', 'make_plan', 'make_stats']
 
 # %% ../../nbs/2_core/plan.ipynb #5ac1984c
 def in_order(llm: LoadedModel, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
@@ -73,19 +75,41 @@ def workspace_bytes(llm: LoadedModel, slots: int) -> int:
     return 3 * llm.limits.max_num_batched_tokens * widest * llm.model.dtype.itemsize + logits
 
 
+# Python, torch and transformers before a model is loaded, as the figure of chapter 60 finds them
+LIBRARIES_BYTES = 430_000_000
+
+
+def libraries_bytes(llm: LoadedModel) -> int:
+    "About what libraries take of the memory where `llm` computes."
+    return LIBRARIES_BYTES if llm.device.type == "cpu" else 0
+
+
 def machine_memory(llm: LoadedModel) -> tuple[int, int]:
-    """Bytes of memory where `llm` computes: all that there is, and what of it its weights and its
-    keys and values may take, with what they hold."""
-    total, held = total_memory(llm.device), 0
+    """Bytes of memory where `llm` computes: all that there is, and what of it this process may
+    take, with what its libraries, weights and keys and values hold already."""
+    total, held = total_memory(llm.device), libraries_bytes(llm)
     if llm.loaded:
-        held = llm.weights_bytes + sum(e.runner.nbytes for e in llm.engines.values())
+        held += llm.weights_bytes + sum(e.runner.nbytes for e in llm.engines.values())
     return total, min(total, free_memory(llm.device) + held)
 
+
+def limits_in(llm: LoadedModel, memory_bytes: int | None, longest: int) -> Limits:
+    """The limits that `llm` would choose with so much memory: those that it has if None, or if
+    keys and values were given theirs. A request of `longest` tokens has room in them."""
+    l, size = llm.limits, llm.backend.block_size
+    if memory_bytes is None or llm.asked_limits["kv_cache_bytes"] or not l.kv_tokens:
+        return l
+    room = memory_bytes - libraries_bytes(llm) - llm.weights_bytes
+    one = round_up(longest, size) * l.kv_bytes_per_token
+    l = replace(l, kv_bytes=max(one, int(0.7 * room)))
+    l.fit(size)
+    return l
+
 # %% ../../nbs/2_core/plan.ipynb #3de11df7
-def _count_longest(llm: LoadedModel, lengths: Iterable[int]) -> tuple[int, int]:
+def _count_longest(llm: LoadedModel, limits: Limits, lengths: Iterable[int]) -> tuple[int, int]:
     """Of requests that may get as long as `lengths`, how many of the longest run at once, and
     the blocks that they hold."""
-    limits, size = llm.limits, llm.backend.block_size
+    size = llm.backend.block_size
     longest = sorted(lengths, reverse=True)
     if not longest or not limits.kv_tokens:
         return len(longest[:1]), 0
@@ -95,12 +119,16 @@ def _count_longest(llm: LoadedModel, lengths: Iterable[int]) -> tuple[int, int]:
     slots = max(1, sum(total <= limits.kv_tokens for total in itertools.accumulate(held)))
     return slots, sum(held[:slots]) // size
 
-
-def make_plan(llm: LoadedModel, groups: Sequence[RequestGroup]) -> MemoryPlan:
-    "The `MemoryPlan` of prompts that were made ready by `admit`."
+# %% ../../nbs/2_core/plan.ipynb #ce6e1c74
+def make_plan(
+    llm: LoadedModel, groups: Sequence[RequestGroup], memory_bytes: int | None = None
+) -> MemoryPlan:
+    """The `MemoryPlan` of prompts that were made ready by `admit`, for this machine or one with
+    `memory_bytes`."""
     rs = [r for g in in_order(llm, groups) for r in g.requests]
-    l, size, found = llm.limits, llm.backend.block_size, None
     lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
+    size, found = llm.backend.block_size, None
+    l = limits_in(llm, memory_bytes, max(lengths, default=0))
     if llm.shapes and llm.strategy == "continuous" and tokens <= 200_000:
         found = simulate(
             Scheduler(
@@ -112,7 +140,7 @@ def make_plan(llm: LoadedModel, groups: Sequence[RequestGroup]) -> MemoryPlan:
             ),
             rs,
         )
-    slots, blocks, shared = found or (*_count_longest(llm, lengths), 0)
+    slots, blocks, shared = found or (*_count_longest(llm, l, lengths), 0)
     return MemoryPlan(
         len(groups),
         sum(len(r.prompt_ids) for r in rs),
@@ -129,8 +157,11 @@ def make_plan(llm: LoadedModel, groups: Sequence[RequestGroup]) -> MemoryPlan:
         shared,
         *plan_adapters(llm.adapters, groups),
         workspace_bytes(llm, slots),
-        *machine_memory(llm),
+        *((memory_bytes, memory_bytes) if memory_bytes else machine_memory(llm)),
         llm.estimate,
+        libraries_bytes(llm),
+        llm.loading_bytes,
+        bool(memory_bytes),
     )
 
 # %% ../../nbs/2_core/plan.ipynb #4c608bc9

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from . import LLM
+from .base import loading_peak
 from ..core.attention import TorchBackend
 from ..core.cache import Shape, kv_shapes
 from ..errors import ModelError
@@ -97,6 +98,7 @@ class UnloadedLLM(LLM):
             own, self.enable_prefix_caching = stand_in(), False
             self.estimate += "; it has no tokenizer: each 4 characters were counted as a token"
         self.tokenizer = with_template(own, template)
+        self.loading_bytes = loading_peak(self.model)
         self.read_model()
 
     @property

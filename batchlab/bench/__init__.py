@@ -292,7 +292,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     which, mode = p.add_mutually_exclusive_group(), p.add_mutually_exclusive_group()
 
     def add(flag: str, help: str | None = None, to: Any = p, **how: Any) -> None:
-        to.add_argument(f"--{flag}", help=help, **how)
+        names = ["-i"] * (flag == "input") + [f"--{flag}"]
+        to.add_argument(*names, help=help, **how)
 
     add("model", "a hub id, a folder or a .gguf file (default: the default model)", which)
     shapes = f"a model with random weights, made once, instead: {', '.join(SHAPES)}"
@@ -304,6 +305,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     )
     dtypes = dict(default="bf16", choices=("fp32", "bf16", "fp16", "auto"))
     add("dtype", "number format that all compute in (default: bf16)", **dtypes)
+    bits = "with --profile, --sweep, --memory or --bandwidth: weights of the model in 8 bits"
+    add("quantization", bits, choices=("int8",))
     add("device", "where to run: auto, cpu or cuda (default: auto)", default="auto")
     kinds = dict(default=list(WORKLOADS), choices=WORKLOADS)
     add("workloads", "kinds of requests (default: all)", nargs="+", **kinds)
@@ -684,6 +687,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"--peer {peer} must be NAME=PYTHON, with one of {known}")
     if args.input and args.mode != "profile":
         raise JobError("--input is for --profile")
+    if args.quantization and args.mode in (None, "busy"):
+        raise JobError("to compare, give --contenders batchlab:quantization=int8")
     for name in input_fields(args):
         if not args.input and name != "spell":
             raise JobError(f"{args.spell(Option(name))} is for --input")
@@ -715,7 +720,8 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
         max_model_len=min(max_model_len(model) or math.inf, max(2048, longest)),
         longest=longest,
         vocab=vocab,
-        options=contender(args.contenders[0]).options,
+        options=contender(args.contenders[0]).options
+        | ({"quantization": args.quantization} if args.quantization else {}),
     )
     what = f"{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters"
     what += f", {dtype}, {model.device.type}"

@@ -196,7 +196,9 @@ def run_profile(s: Setup) -> Measured:
     else:
         rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
     said = [
-        f"{name}: {m.said(spell)}" for name, (parts, _) in rows.items() for m in conclusions(parts)
+        f"{name}: {m.said(spell)}"
+        for name, (parts, _) in rows.items()
+        for m in conclusions(parts, bool(llm.quantization))
     ]
     said += [f"faster: {m.said(spell)}" for m in advise(llm, requests) + try_int8(llm)]
     report = {name: dict(parts=parts, steps=steps) for name, (parts, steps) in rows.items()}

@@ -421,7 +421,7 @@ def plan_job(args: Namespace, llm: LLM | None = None) -> int:
             if "embed" not in llm.pooler.tasks:
                 raise no_text(llm)
             raise JobError("this model writes no text: --embed plans for vectors of the texts")
-        return print_plan(job.plan(llm, args.calibrate), args)
+        return print_plan(job.plan(llm, args.calibrate, args.memory), args)
 
 
 def view_trace(args: Namespace, llm: LLM | None = None) -> int:

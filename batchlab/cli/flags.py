@@ -161,6 +161,7 @@ EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too lit
     logprobs_mode=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     form=("batch", "plain", "csv", "tsv", "parquet", "txt"),
     kv_cache_bytes=byte_count,
+    memory=byte_count,
     max_errors=whole_number,
     max_tokens=int_or_none,
     truncate_prompt_tokens=token_limit,
@@ -386,6 +387,8 @@ class PlanFlags(Command, InputFlags):
     # plan for batchlab embed: plain prompts are texts to make vectors of
     embed: bool = False
     calibrate: bool = True  # run a few requests, to estimate the time
+    # bytes that it must fit into, such as 8GB, instead of this machine's memory
+    memory: int | None = None
 
 
 class BenchFlags(Command):

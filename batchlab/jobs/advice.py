@@ -111,9 +111,9 @@ _MEANS = {
 }
 
 
-def conclusions(parts: Mapping[str, float]) -> list[Message]:
+def conclusions(parts: Mapping[str, float], int8: bool = False) -> list[Message]:
     """What the seconds of `parts` of a step say: a sentence for each that takes a quarter of it
-    or more, the largest first."""
+    or more, the largest first. `int8`: whether the weights are that already."""
     total, options = (
         sum(parts.values()),
         dict(
@@ -126,7 +126,8 @@ def conclusions(parts: Mapping[str, float]) -> list[Message]:
     large = sorted(
         (p for p in parts if parts[p] >= total / 4 and p in _MEANS), key=lambda p: -parts[p]
     )
+    means = {p: _MEANS[p].replace("; {int8} halves it", "") if int8 else _MEANS[p] for p in large}
     return [
-        Message("{share:.0%} of the time: " + _MEANS[p], share=parts[p] / total, **options)
+        Message("{share:.0%} of the time: " + means[p], share=parts[p] / total, **options)
         for p in large
     ]

@@ -434,7 +434,8 @@ class Job(JobOutput):
         self.check()
         return plan_without_model(self)
 
-    def plan(self, llm: LLM, calibrate: bool = True) -> JobPlan:
-        "The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens. Writes nothing."
+    def plan(self, llm: LLM, calibrate: bool = True, memory_bytes: int | None = None) -> JobPlan:
+        """The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens;
+        `memory_bytes`: what it must fit into, see `LLM.plan`. Writes nothing."""
         self.check()
-        return plan_with_model(self, llm, calibrate)
+        return plan_with_model(self, llm, calibrate, memory_bytes)

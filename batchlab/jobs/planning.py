@@ -301,9 +301,11 @@ def prompts_of(group: RequestGroup) -> list[tuple[int, list[int], Params]]:
     return [(rs[0].max_len, rs[0].prompt_ids, SamplingParams(max_tokens=rs[0].max_tokens))]
 
 # %% ../../nbs/6_jobs/planning.ipynb #bd3c860d
-def plan_with_model(job: Job, llm: LLM, calibrate: bool = True) -> JobPlan:
+def plan_with_model(
+    job: Job, llm: LLM, calibrate: bool = True, memory_bytes: int | None = None
+) -> JobPlan:
     """The `JobPlan` of `job` with `llm`, block by block; `calibrate` tries some requests for a few
-    tokens, if `llm` has its weights."""
+    tokens, if `llm` has its weights; `memory_bytes`: see `LLM.plan`."""
     p, sample = JobPlan(limits=llm.limits), PromptSample(llm.limits.max_num_seqs)
     params, seen, alike = ParamsCache(job.sampling_params), set[Any](), 0
     names = ModelNames.of(llm, job.model_name, job.any_model)
@@ -326,7 +328,8 @@ def plan_with_model(job: Job, llm: LLM, calibrate: bool = True) -> JobPlan:
         return p
     if llm.enable_prefix_caching and llm.strategy == "continuous":
         p.shared_tokens = alike
-    p.memory = llm.plan([ids for *_, ids, _ in sample.longest], [x for *_, x in sample.longest])
+    longest, params_each = [ids for *_, ids, _ in sample.longest], [x for *_, x in sample.longest]
+    p.memory = llm.plan(longest, params_each, memory_bytes=memory_bytes)
     if not llm.loaded:
         return p
     text = [ids for ids, x in sample.some if isinstance(x, SamplingParams)]

@@ -434,8 +434,10 @@ class MemoryPlan:
     `shared_tokens`: prompt tokens that are computed once for several requests, as far as that
     was looked at. `adapters_bytes`: of the adapters in memory at once, which is at most
     `adapters_limit_bytes`. `workspace_bytes`: about what a step computes with. `memory_bytes`:
-    what the machine has, 0 if that was not looked at; `free_bytes`: what of it the model may
-    take, with what it holds already. `estimate`: how the plan is less than exact."""
+    what the machine has, 0 if that was not looked at, or what was `given` instead; `free_bytes`:
+    what of it the process may take, with what it holds already. `libraries_bytes`: about what
+    Python and torch take; `loading_bytes`: the most that the weights take while they are loaded.
+    `estimate`: how the plan is less than exact."""
 
     num_requests: int
     prompt_tokens: int
@@ -456,12 +458,20 @@ class MemoryPlan:
     memory_bytes: int = 0
     free_bytes: int = 0
     estimate: str = ""
+    libraries_bytes: int = 0
+    loading_bytes: int = 0
+    given: bool = False
+
+    @property
+    def running_bytes(self) -> int:
+        "Weights, keys and values, adapters, workspace and libraries together."
+        kept = self.weights_bytes + self.kv_bytes + self.adapters_bytes
+        return kept + self.workspace_bytes + self.libraries_bytes
 
     @property
     def total_bytes(self) -> int:
-        "Weights, keys and values, adapters and workspace together."
-        kept = self.weights_bytes + self.kv_bytes + self.adapters_bytes
-        return kept + self.workspace_bytes
+        "The most at any time: while it runs, or while the weights are loaded."
+        return max(self.running_bytes, self.loading_bytes + self.libraries_bytes)
 
     @property
     def fits(self) -> bool | None:
@@ -474,6 +484,23 @@ class MemoryPlan:
     def __repr__(self) -> str:
         return "\n".join(plan_lines(self, 3))
 
+# %% ../../nbs/2_core/outputs.ipynb #da6bd570
+def sum_lines(p: MemoryPlan) -> list[str]:
+    "What `p` adds up while it runs, and while the weights are loaded; the larger comes first."
+    parts = dict(weights=p.weights_bytes, KV=p.kv_bytes, adapters=p.adapters_bytes)
+    parts |= dict(workspace=p.workspace_bytes, libraries=p.libraries_bytes)
+    sizes = " + ".join(f"{name} {megabytes(n)}" for name, n in parts.items() if n)
+    peak = p.loading_bytes + p.libraries_bytes
+    if p.total_bytes > p.running_bytes:
+        loading = f"weights and a copy of the largest matrix {megabytes(p.loading_bytes)}"
+        loading += f" + libraries {megabytes(p.libraries_bytes)}" * bool(p.libraries_bytes)
+        return [
+            f"total {megabytes(peak)}, while the model is loaded: {loading}",
+            f"then {megabytes(p.running_bytes)}: {sizes}",
+        ]
+    load = f"; {megabytes(peak)} while the model is loaded" if p.loading_bytes else ""
+    return [f"total {megabytes(p.total_bytes)}: {sizes}{load}"]
+
 # %% ../../nbs/2_core/outputs.ipynb #3858a836
 def memory_lines(p: MemoryPlan, spell: Callable[[Option], str] = str) -> list[str]:
     """The sum of `p`, and whether it fits, in lines, with each `Option` as `spell` writes it; []
@@ -482,19 +509,20 @@ def memory_lines(p: MemoryPlan, spell: Callable[[Option], str] = str) -> list[st
         return []
     has, free = megabytes(p.memory_bytes), megabytes(p.free_bytes)
     less = Message("take a smaller model or dtype")
-    if p.weights_bytes < p.memory_bytes:
+    if max(p.weights_bytes, p.loading_bytes) + p.libraries_bytes < p.memory_bytes:
         options = dict(slots=Option("max_num_seqs"), length=Option("max_model_len"))
         less = Message("take a smaller model or dtype, or lower {slots} or {length}", **options)
-    if p.fits:
+    if p.given:
+        said = (
+            f"it fits into {has}" if p.fits else f"it does not fit into {has}; {less.said(spell)}"
+        )
+    elif p.fits:
         said = f"it fits: the machine has {has}, of which {free} are free for it"
     elif p.total_bytes <= p.memory_bytes:
         said = f"it does not fit now: of the machine's {has} only {free} are free for it"
     else:
         said = f"it does not fit: the machine has {has}; {less.said(spell)}"
-    parts = dict(weights=p.weights_bytes, KV=p.kv_bytes, adapters=p.adapters_bytes)
-    parts |= dict(workspace=p.workspace_bytes)
-    sizes = " + ".join(f"{name} {megabytes(n)}" for name, n in parts.items() if n)
-    return [f"total {megabytes(p.total_bytes)}: {sizes}", said, *[p.estimate] * bool(p.estimate)]
+    return [*sum_lines(p), said, *[p.estimate] * bool(p.estimate)]
 
 
 def plan_lines(p: MemoryPlan, most: int) -> list[str]:
