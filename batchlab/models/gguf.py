@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from ..errors import ModelError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
+    from gguf import GGMLQuantizationType, GGUFReader
     from transformers import PreTrainedModel
 
 # %% ../../nbs/3_models/gguf.ipynb #5140fb2a
@@ -205,7 +205,7 @@ def numbers_of(raw: torch.Tensor, form: str, dtype: torch.dtype) -> torch.Tensor
     return x.flatten(1).to(dtype)
 
 
-def dequantize(data: np.ndarray, kind: Any) -> np.ndarray:
+def dequantize(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     "As `gguf.dequantize`, fp32, and several times as fast for the forms of `FORMS`."
     if kind.name not in FORMS:
         from gguf.quants import dequantize as theirs
@@ -244,7 +244,7 @@ class GroupedTensor(torch.Tensor):
         "What `split` makes of it."
         return split(self.raw, self.form)
 
-    def rows(self, at: Any) -> torch.Tensor:
+    def rows(self, at: slice | torch.Tensor) -> torch.Tensor:
         "The rows `at`, an index of the first dim, as plain numbers."
         return numbers_of(self.raw[at], self.form, self.dtype)
 
