@@ -6,7 +6,8 @@ import pytest
 import torch
 from batchlab import LLM, SamplingParams
 from batchlab.bench import shapes
-from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, form_of, pack_groups
+from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, form_of, grouped_product
+from batchlab.fast.grouped import pack_groups, panel_table
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.packed import PackedLinear, densify, plain_weight
 from batchlab.llm.config import weights_digest
@@ -68,7 +69,7 @@ def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
         mine = GroupedLinear(linear_of(weight, bias), kernels=kernels)
         plain = PackedLinear(linear_of(weight.dequantize(), bias), kernels=kernels, onednn=False)
         assert mine.weights[0][1] >= 0 and (n < 96 or mine.nbytes < plain.nbytes)
-        for rows in (1, 2, 4, 8, 11, 12, 13, 23, 64, 130):
+        for rows in (0, 1, 2, 4, 8, 11, 12, 13, 23, 64, 130):
             x = torch.randn(rows, K, generator=gen).to(dtype)
             if kernels.tiles and dtype == torch.bfloat16:  # a matrix unit sums in another order
                 assert torch.allclose(mine(x).float(), plain(x).float(), atol=0.5, rtol=0.1)
@@ -182,6 +183,21 @@ def answers(llm, n=9):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_prompt_of_several_steps_has_no_logits_in_some(file_of, dtype):
+    "Then the head has no rows."
+    path = file_of("llama", "q4_0")
+    plain, mine = LLM(*load_model(path, dtype=dtype)), LLM(path, dtype=dtype)
+    ids = [[i % 250 + 3 for i in range(200)], [7, 8]]
+    greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    tokens = lambda llm: [o.outputs[0].token_ids for o in llm.generate(ids, greedy)]
+    assert (
+        tokens(LLM(path, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=64))
+        == tokens(plain)
+        == tokens(mine)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", shapes.GGUF_ARCHS)
 def test_answers_have_the_bits_of_those_by_plain_numbers(file_of, arch, kind, dtype):
@@ -221,3 +237,41 @@ def test_ways_that_know_no_groups_get_plain_numbers(file_of, options):
         if isinstance(m, nn.Linear)
     )
     assert [a for a, _ in answers(mine)] == [a for a, _ in answers(plain)]
+
+
+def test_what_does_not_fit_is_refused():
+    kernels, w = load_kernels(), grouped("Q8_0", 64, 96, torch.float32)
+    groups = Groups(*w.groups())
+    assert form_of(groups._replace(scales=groups.scales[:, :2].repeat(1, 2))) is None
+    assert form_of(groups._replace(scales=groups.scales.float())) is None
+    panels = pack_groups(groups, form_of(groups), kernels)
+    table = panel_table([(panels, form_of(groups).index)])
+    with pytest.raises(TypeError, match="70 outputs have 3 panels"):
+        grouped_product(kernels, torch.randn(2, 96), table, None, 70)
+    with pytest.raises(TypeError, match="a kernel wants"):
+        pack_groups(groups._replace(scales=groups.scales.float()), form_of(groups), kernels)
+    with pytest.raises(TypeError, match="can't be written"):
+        w.mul_(2)
+    with pytest.raises(TypeError, match="can't be written"):
+        w.copy_(torch.zeros(64, 96))
+    assert nn.functional.embedding(torch.zeros(0, dtype=torch.int64), w).shape == (0, 96)
+
+
+def test_two_threads_read_two_files(tmp_path):
+    import threading
+
+    paths = [tiny_gguf(tmp_path / f"{seed}.gguf", seed) for seed in range(2)]
+    models = {}
+    threads = [
+        threading.Thread(target=lambda p=p: models.update({p: load_model(p, dtype="fp32")[0]}))
+        for p in paths
+    ]
+    reader = gguf.GGUFReader
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert gguf.GGUFReader is reader
+    for seed, path in enumerate(paths):
+        want = tiny_model("llama", seed).state_dict()
+        assert all(torch.equal(p, want[name]) for name, p in models[path].state_dict().items())

@@ -179,7 +179,8 @@ static void first_block(const bf16* a, const uint8_t* from, const Form& f, const
     for (int i = 0; i < M; i++)
         for (int j = 0; j < 2; j++) {
             const int m = std::clamp(n - j * W, 0, W);
-            if (m) part_store(c + i * ldc + j * W, bias ? s[i][j] + part(bias + j * W, m) : s[i][j], m);
+            const vf added = bias ? part(bias + j * W, m) : n == NR ? vf{} : all(-0.f);  // as `block` does it
+            if (m) part_store(c + i * ldc + j * W, s[i][j] + added, m);
         }
 }
 #endif
@@ -239,6 +240,7 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
 namespace shared {
 template <class T>
 static void grouped_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
+    if (!M) return;
     const RowBlocks blocks(M);
 #pragma omp for
     for (i64 q = 0; q < blocks.count(); q++) {

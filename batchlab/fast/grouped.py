@@ -69,7 +69,10 @@ FORMS = [
 
 def form_of(groups: Groups) -> Form | None:
     "The form in which the kernels take `groups`, or None."
-    size = groups.numbers.shape[1] // groups.scales.shape[1]
+    (_, K), n = groups.numbers.shape, groups.scales.shape[1]
+    if n == 0 or K % n:
+        return None
+    size = K // n
     want = groups.bits, groups.scales.dtype, groups.offsets is not None, size
     return next((f for f in FORMS if (f.bits, f.scale, f.offsets, f.group) == want), None)
 
@@ -82,9 +85,12 @@ def pack_groups(
 ) -> torch.Tensor:
     """`groups` of a weight `[N, K]` as panels of this `form`: uint8
     `[ceil(N / 32), K / size of a group, form.nbytes]`. `empty` makes what they are put into."""
-    N, K = groups.numbers.shape
+    (N, K), scale = groups.numbers.shape, form.scale
+    n, types = N * K // form.group, (torch.int8, scale, scale)
     kept = [None if t is None else t.contiguous() for t in groups[:3]]
-    parts = [None if t is None else t.data_ptr() for t in kept]
+    parts = [
+        None if t is None else address(t, d, size) for t, d, size in zip(kept, types, (N * K, n, n))
+    ]
     panels = empty((-(-N // 32), K // form.group, form.nbytes), dtype=torch.uint8)
     # the numbers are the same for both dtypes
     kernels.calls["pack_groups", torch.float32](*parts, panels.data_ptr(), N, K, form.index)
@@ -109,6 +115,8 @@ def grouped_product(
     `[n]` or None: `[M, n]`."""
     (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
     at, added = address(x, d, M * K), None if bias is None else address(bias, d, n)
+    if len(panels) != -(-n // 32):
+        raise TypeError(f"{n} outputs have {-(-n // 32)} panels, and this table has {len(panels)}")
     table = ctypes.addressof(panels)
     kernels.calls["grouped_product", d](at, table, added, out.data_ptr(), M, n, K)
     return out
@@ -161,6 +169,7 @@ class GroupedLinear(nn.Module):
             groups, form = found
             return pack_groups(groups, form, self.kernels, empty), form.index
         plain = [plain_weight(w) for w in weights]
+        plain = [w if w.stride(-1) == 1 else w.contiguous() for w in plain]
         return self.kernels.pack_weight(*plain, empty=empty), -1
 
     def describe(self) -> Linear:
@@ -198,6 +207,6 @@ def groups_right(kernels: Kernels) -> Iterator[bool]:
                 continue  # a matrix unit sums in another order
             weight = kernels.pack_weight(groups.plain(dtype))
             x = torch.randn(29, 96, generator=gen).to(dtype)
-            for rows in (x[:1], x[:8], x):
+            for rows in (x[:0], x[:1], x[:8], x):
                 got = grouped_product(kernels, rows, panels, None, 70)
                 yield torch.equal(got, kernels.product(rows, weight, None, 70))

@@ -10,7 +10,7 @@ __all__ = ['Parts', 'FORMS', 'quick_reader', 'open_gguf', 'read_once', 'split', 
            'numbers_at_hand', 'Unfit', 'model_in_groups']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
-import contextlib, copy, functools, mmap, struct
+import contextlib, copy, functools, mmap, struct, threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,9 @@ def _value(array_value: Callable[..., Any], x: np.ndarray, kinds: Any) -> Any:
     return array_value(x, kinds)
 
 
+_reading = threading.RLock()  # the functions are transformers', for the whole process
+
+
 @contextlib.contextmanager
 def read_once(path: Path) -> Iterator[GGUFReader]:
     """The reader of `path`, which transformers uses inside, too: by itself it would read the
@@ -98,7 +101,7 @@ def read_once(path: Path) -> Iterator[GGUFReader]:
         _gguf_parse_value=functools.partial(_value, theirs._gguf_parse_value),
         tqdm=lambda it, *args, **kw: it,  # its bar is reached by no setting
     )
-    with contextlib.ExitStack() as stack:
+    with _reading, contextlib.ExitStack() as stack:
         for name, value in mine.items():
             if hasattr(theirs, name):  # private, so another version may do without
                 stack.enter_context(mock.patch.object(theirs, name, value))
@@ -260,8 +263,10 @@ class GroupedTensor(torch.Tensor):
         aten, first = torch.ops.aten, args[0]
         if func in (aten.detach.default, aten.alias.default):
             return cls(first.raw, first.form, first.dtype)
+        if func._schema.is_mutable and isinstance(first, cls):
+            raise TypeError("a weight in groups can't be written: `densify` its model first")
         if func is aten.embedding.default and isinstance(first, cls):
-            return first.rows(args[1].flatten()).view(*args[1].shape, -1)
+            return first.rows(args[1].flatten()).view(*args[1].shape, first.shape[1])
         if func is aten.slice.Tensor and args[1] == 0 and len(args) < 5:
             return first.rows(slice(*args[2:4]))
         plain = lambda x: x.dequantize() if isinstance(x, cls) else x
@@ -289,7 +294,7 @@ def numbers_at_hand(model: nn.Module, room: float) -> Iterator[None]:
 def _order(processor: Any, name: str, n: int, about: dict[str, Any]) -> np.ndarray | None:
     """In which order transformers puts the `n` rows of a weight: found by giving it row numbers
     in their place. None if it does anything else with them."""
-    rows = np.arange(n, dtype=np.float32)[:, None]
+    rows = np.arange(n, dtype=np.float32)[:, None] + np.array([0, 0.5], np.float32)
     try:
         done = processor.process(weights=rows, name=name, **about)
     except (ValueError, IndexError, TypeError, KeyError):
@@ -297,7 +302,8 @@ def _order(processor: Any, name: str, n: int, about: dict[str, Any]) -> np.ndarr
     if done.name != name or done.weights.shape != rows.shape:
         return None
     order = done.weights[:, 0].astype(np.int64)
-    return order if (np.sort(order) == np.arange(n)).all() else None
+    moved = (np.sort(order) == np.arange(n)).all() and (done.weights == rows[order]).all()
+    return order if moved else None
 
 
 def _weight(
