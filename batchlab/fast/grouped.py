@@ -184,11 +184,16 @@ class GroupedLinear(nn.Module):
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #four0004
 def pack_linears(
-    *linears: nn.Linear, kernels: Kernels, empty: Callable[..., torch.Tensor] = torch.empty
-) -> Any:
-    "A `GroupedLinear` if some of `linears` have weights in groups, else a `PackedLinear`."
-    grouped = any(hasattr(l.weight, "groups") for l in linears)
-    return (GroupedLinear if grouped else PackedLinear)(*linears, kernels=kernels, empty=empty)
+    *linears: nn.Linear,
+    kernels: Kernels,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+    onednn: bool | None = None,
+) -> GroupedLinear | PackedLinear:
+    """A `GroupedLinear` if some of `linears` have weights in groups, else a `PackedLinear`, for
+    oneDNN as `onednn` says."""
+    if any(hasattr(l.weight, "groups") for l in linears):
+        return GroupedLinear(*linears, kernels=kernels, empty=empty)
+    return PackedLinear(*linears, kernels=kernels, empty=empty, onednn=onednn)
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #4ec7e6a3
 def groups_right(kernels: Kernels) -> Iterator[bool]:
