@@ -414,7 +414,8 @@ def test_defaults_are_as_readme_and_help_say():
     (t, n), (own_t, own_n) = forms[:2]
     for command in ("generate", "run", "plan"):
         words = " ".join(parser_of(command).format_help().split())
-        assert f"temperature {own_t} and {own_n} tokens here; temperature {t} and {n} " in words
+        assert f"Without these flags: temperature {own_t} and at most {own_n} tokens." in words
+        assert f"SamplingParams() has temperature {t} and {n} tokens" in words
 
 
 def test_readme_runs_from_top_to_bottom(tmp_path, monkeypatch):
