@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def random_blocks(form, n, K, seed=0):
     "Rows of blocks of `form` with any numbers in them, and scales of ordinary size."
-    size, weights, *_ = G.FORMS[form]
+    size, weights, *_ = G.QUANT_TYPES[form]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (n, K // weights, size), dtype=np.uint8)
     for at in HALVES[form]:
@@ -45,7 +45,7 @@ def linear_of(weight, bias=None):
     return layer
 
 
-@pytest.mark.parametrize("form", G.FORMS)
+@pytest.mark.parametrize("form", G.QUANT_TYPES)
 def test_blocks_are_the_numbers_of_the_library(form):
     raw, kind = random_blocks(form, 33, 512), gguf.GGMLQuantizationType[form]
     want = gguf.quants.dequantize(raw, kind)
@@ -59,7 +59,7 @@ def test_forms_that_do_not_stay_in_groups_go_to_the_library():
     assert np.array_equal(G.dequantize(x, gguf.GGMLQuantizationType.F16), x.astype(np.float32))
 
 
-@pytest.mark.parametrize("form", G.FORMS)
+@pytest.mark.parametrize("form", G.QUANT_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
     kernels, gen = load_kernels(), torch.Generator().manual_seed(1)
@@ -99,7 +99,7 @@ def test_layers_side_by_side_may_have_different_forms(forms, sizes):
 
 
 def test_every_form_of_files_has_one_in_the_kernels():
-    for form in G.FORMS:
+    for form in G.QUANT_TYPES:
         groups = Groups(*grouped(form, 32, 256, torch.float32).groups())
         found = form_of(groups)
         assert found is not None and found in FORMS
@@ -275,3 +275,95 @@ def test_two_threads_read_two_files(tmp_path):
     for seed, path in enumerate(paths):
         want = tiny_model("llama", seed).state_dict()
         assert all(torch.equal(p, want[name]) for name, p in models[path].state_dict().items())
+
+
+# what transformers reads by its tables of GGUF's names, beside those that `shapes` writes
+OTHERS = [
+    "qwen2",
+    "phi3",
+    "gemma2",
+    "starcoder2",
+    "gpt2",
+    "bloom",
+    "falcon",
+    "stablelm",
+    "nemotron",
+]
+
+
+def file_of_family(model_type, path):
+    """A file of random weights of a tiny model of `model_type`, with the names and the values that
+    transformers looks for."""
+    from transformers import modeling_gguf_pytorch_utils as theirs
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    # what transformers takes where the file doesn't say it
+    more = dict(phi3=dict(vocab_size=32064), gpt2=dict(max_position_embeddings=1024)).get(
+        model_type, {}
+    )
+    model = tiny_model(model_type, **more)
+    processor = theirs.TENSOR_PROCESSORS.get(model_type, theirs.TensorProcessor)()
+    names = theirs.get_gguf_hf_weights_map(model, processor)
+    writer = gguf.GGUFWriter(path, model_type)
+    for key, name in GGUF_CONFIG_MAPPING[model_type].items():
+        value = getattr(model.config, name, None) if name else None
+        if isinstance(value, (bool, int, float)):
+            kind = type(value).__name__.replace("int", "uint32").replace("float", "float32")
+            getattr(writer, f"add_{kind}")(f"{model_type}.{key}", value)
+    writer.add_token_list([f"<{i}>" for i in range(model.config.vocab_size)])
+    rng, weights = np.random.default_rng(0), model.state_dict()
+    for name, target in names.items():
+        shape = weights[target].shape
+        if (
+            theirs.TENSOR_PROCESSORS.get(model_type) is theirs.GPT2TensorProcessor
+            and len(shape) == 2
+        ):
+            shape = shape if "embd" in name or name == "output.weight" else shape[::-1]
+        x = rng.normal(size=shape).astype(np.float32)
+        kind = gguf.GGMLQuantizationType["Q8_0" if x.ndim == 2 and shape[-1] % 32 == 0 else "F32"]
+        writer.add_tensor(name, gguf.quants.quantize(x, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_other_families_are_read_as_transformers_reads_them(tmp_path, model_type):
+    from transformers import AutoModelForCausalLM
+
+    file_of_family(model_type, path := tmp_path / "model.gguf")
+    want = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    )
+    weights = want.state_dict()
+    for kept in (False, True):
+        mine, _ = load_model(path, dtype="fp32", grouped=kept)
+        assert type(mine) is type(want)
+        found = {name: plain_weight(x) for name, x in mine.named_parameters()}
+        assert all(torch.equal(x, weights[name]) for name, x in found.items())
+        ids = torch.tensor([[1, 20, 30, 40]])
+        with torch.inference_mode():
+            assert torch.equal(mine(ids).logits, want.eval()(ids).logits)
+
+
+def test_a_generation_config_beside_the_file_counts(tmp_path):
+    from transformers import GenerationConfig
+
+    path = tiny_gguf(tmp_path / "tiny.gguf")
+    assert load_model(path)[0].generation_config.eos_token_id == 2
+    GenerationConfig(eos_token_id=[2, 9], do_sample=True, temperature=0.5).save_pretrained(tmp_path)
+    for kept in (False, True):
+        found = load_model(path, grouped=kept)[0].generation_config
+        assert found.eos_token_id == [2, 9] and found.temperature == 0.5
+
+
+def test_advice_knows_weights_in_groups(file_of):
+    from batchlab.jobs.advice import try_int8
+
+    path = file_of("llama", "q4_0")
+    kept, plain = LLM(path, dtype="fp32"), LLM(*load_model(path, dtype="fp32"))
+    [said] = [m.said(str) for m in try_int8(plain)]
+    assert "half as large as in bf16" in said
+    [said] = [m.said(str) for m in try_int8(kept)]
+    assert ("whole numbers" in said) == keeps_groups(torch.float32, "cpu")

@@ -9,7 +9,7 @@ from batchlab.api import plan as planning
 from batchlab.api import unloaded
 from batchlab.api.unloaded import UnloadedLLM, stand_in
 from batchlab.cli import main
-from batchlab.errors import ModelError, UnsupportedModelError
+from batchlab.errors import ModelError, ParamError, UnsupportedModelError
 from batchlab.llm import config
 from batchlab.machine import memory_limits
 from batchlab.llm.outputs import MemoryPlan, memory_lines
@@ -152,6 +152,11 @@ def test_the_same_plan_with_weights_and_without(tmp_path, family):
         assert (a.slots, a.kv_bytes, a.blocks) == (b.slots, b.kv_bytes, b.blocks)
     assert "from the config alone" in str(b) and "from the config" not in str(a)
     assert all(p.is_meta for p in guess.model.parameters())
+
+
+def test_a_loaded_model_is_refused():
+    with pytest.raises(ParamError, match="a loaded model has its weights"):
+        UnloadedLLM(tiny_model("llama"))
 
 
 def test_an_encoder_without_its_weights_keeps_no_keys(tmp_path):

@@ -16,7 +16,7 @@ from . import LLM
 from .base import loading_peak
 from ..core.attention import TorchBackend
 from ..core.cache import Shape, kv_shapes
-from ..errors import ModelError
+from ..errors import ModelError, ParamError
 from ..llm.config import Limits, choose_limits, free_memory
 from ..llm.outputs import RequestGroup
 from ..models import max_model_len, with_template
@@ -74,13 +74,15 @@ class UnloadedLLM(LLM):
 
     def load(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: str | PreTrainedModel | None,
+        tokenizer: str | PreTrainedTokenizerBase | None,
         dtype: str | torch.dtype,
         device: str | torch.device,
         template: str | None,
     ) -> None:
-        "As `LLM.load`, without weights. Raises `ModelError`."
+        "As `LLM.load`, without weights. Raises `ModelError`, `ParamError`."
+        if isinstance(model, nn.Module):
+            raise ParamError("a loaded model has its weights: give it to LLM", field="model")
         self.own, self.source = False, (model, tokenizer, dtype, device)
         self.place = resolve_device(device)
         folder = find_model(model, weights=False)

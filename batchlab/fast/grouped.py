@@ -111,7 +111,7 @@ def panel_table(parts: list[tuple[torch.Tensor, int]]) -> ctypes.Array:
 def grouped_product(
     kernels: Kernels, x: torch.Tensor, panels: ctypes.Array, bias: torch.Tensor | None, n: int
 ) -> torch.Tensor:
-    """`x` `[M, K]` times a weight `[n, K]` of `panels`, which are kept by who calls, plus `bias`
+    """`x` `[M, K]` times a weight `[n, K]` of `panels`, which the caller keeps alive, plus `bias`
     `[n]` or None: `[M, n]`."""
     (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
     at, added = address(x, d, M * K), None if bias is None else address(bias, d, n)

@@ -89,13 +89,11 @@ def try_int8(llm: LLM) -> list[Message]:
     "That weights of 8 bits may be faster, where they can be had and are not there yet."
     if llm.quantization or llm.backend.name not in PACKED:
         return []
-    return [
-        Message(
-            "{int8} makes weights half as large as in bf16, which is faster where a step waits "
-            "for them, and a little less exact: try it",
-            int8=Option("quantization", "int8"),
-        )
-    ]
+    why = "half as large as in bf16, which is faster where a step waits for them"
+    if any(hasattr(p, "groups") for p in llm.model.parameters()):
+        why = "whole numbers when they are multiplied, which is faster for several requests at once"
+    int8 = Option("quantization", "int8")
+    return [Message(f"{{int8}} makes weights {why}, and a little less exact: try it", int8=int8)]
 
 # %% ../../nbs/6_jobs/advice.ipynb #adv00007
 _MEANS = {

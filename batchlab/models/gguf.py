@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Parts', 'FORMS', 'quick_reader', 'open_gguf', 'read_once', 'split', 'numbers_of', 'dequantize', 'GroupedTensor',
-           'numbers_at_hand', 'Unfit', 'model_in_groups']
+__all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'read_once', 'split', 'numbers_of', 'dequantize', 'GroupedTensor',
+           'numbers_at_hand', 'Unfit', 'places_of', 'model_in_groups']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
 import contextlib, copy, functools, mmap, struct, threading
@@ -76,19 +76,11 @@ def _value(array_value: Callable[..., Any], x: np.ndarray, kinds: Any) -> Any:
     return array_value(x, kinds)
 
 
-_reading = threading.RLock()  # the functions are transformers', for the whole process
-
-
-@contextlib.contextmanager
-def read_once(path: Path) -> Iterator[GGUFReader]:
-    """The reader of `path`, which transformers uses inside, too: by itself it would read the
-    metadata for the configuration, for the tokenizer and for the weights, and dequantise with
-    NumPy. Raises `ModelError`."""
+def _replacements(theirs: Any, reader: GGUFReader) -> dict[tuple[Any, str], Any]:
+    "What takes the place of which function of `gguf` and of transformers, by module and name."
     import gguf
-    from transformers import modeling_gguf_pytorch_utils
 
-    theirs: Any = modeling_gguf_pytorch_utils
-    reader, read = open_gguf(path), theirs.load_gguf_checkpoint
+    read = theirs.load_gguf_checkpoint
     about = functools.cache(lambda file: read(file))
 
     def checkpoint(file: Any, return_tensors: bool = False, **kw: Any) -> dict[str, Any]:
@@ -96,19 +88,32 @@ def read_once(path: Path) -> Iterator[GGUFReader]:
             return read(file, return_tensors, **kw)
         return {key: copy.copy(value) for key, value in about(str(file)).items()}
 
-    mine = dict(
-        load_gguf_checkpoint=checkpoint,
-        _gguf_parse_value=functools.partial(_value, theirs._gguf_parse_value),
-        tqdm=lambda it, *args, **kw: it,  # its bar is reached by no setting
-    )
+    value = functools.partial(_value, theirs._gguf_parse_value)
+    return {
+        (theirs, "load_gguf_checkpoint"): checkpoint,
+        (theirs, "_gguf_parse_value"): value,
+        (theirs, "tqdm"): lambda it, *args, **kw: it,  # its bar is reached by no setting
+        (gguf, "get_tensor_name_map"): functools.cache(gguf.get_tensor_name_map),
+        (gguf, "GGUFReader"): lambda *_: reader,
+        (gguf, "dequantize"): dequantize,
+    }
+
+
+_reading = threading.RLock()  # the functions are the whole process's
+
+
+@contextlib.contextmanager
+def read_once(path: Path) -> Iterator[GGUFReader]:
+    """The reader of `path`, which transformers uses inside, too: by itself it would read the
+    metadata for the configuration, for the tokenizer and for the weights, and dequantise with
+    NumPy. Raises `ModelError`."""
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    reader = open_gguf(path)
     with _reading, contextlib.ExitStack() as stack:
-        for name, value in mine.items():
-            if hasattr(theirs, name):  # private, so another version may do without
-                stack.enter_context(mock.patch.object(theirs, name, value))
-        names = functools.cache(gguf.get_tensor_name_map)
-        stack.enter_context(mock.patch.object(gguf, "get_tensor_name_map", names))
-        stack.enter_context(mock.patch.object(gguf, "GGUFReader", lambda *_: reader))
-        stack.enter_context(mock.patch.object(gguf, "dequantize", dequantize))
+        for (module, name), new in _replacements(theirs, reader).items():
+            if hasattr(module, name):  # private, so another version may do without
+                stack.enter_context(mock.patch.object(module, name, new))
         yield reader
 
 # %% ../../nbs/3_models/gguf.ipynb #7881fdb4
@@ -166,7 +171,7 @@ def _q6_k(b: torch.Tensor) -> Parts:
 
 # %% ../../nbs/3_models/gguf.ipynb #f4743cb3
 # of each form: bytes of a block, weights of a block, bits of its numbers as they are given, and its parts
-FORMS: dict[str, tuple[int, int, int, Callable[[torch.Tensor], Parts]]] = dict(
+QUANT_TYPES: dict[str, tuple[int, int, int, Callable[[torch.Tensor], Parts]]] = dict(
     Q4_0=(18, 32, 4, lambda b: (_signed(_nibbles(b[..., 2:])) - 8, _half(b, 0))),
     Q4_1=(20, 32, 4, lambda b: (_nibbles(b[..., 4:]), _half(b, 0), _half(b, 2))),
     Q5_0=(
@@ -194,7 +199,7 @@ def split(
     """Whole numbers int8 `[N, K]`, scales and offsets of groups of them `[N, K / size]`, fp16 or
     fp32, and the bits of a number, of a weight whose rows are bytes `[N, n]` in blocks of this
     `form`. A number times its scale, plus its offset where there are some, is the weight."""
-    size, _, bits, parts = FORMS[form]
+    size, _, bits, parts = QUANT_TYPES[form]
     numbers, scales, *offsets = (t.flatten(1) for t in parts(raw.unflatten(1, (-1, size))))
     return _signed(numbers), scales, offsets[0] if offsets else None, bits
 
@@ -209,8 +214,8 @@ def numbers_of(raw: torch.Tensor, form: str, dtype: torch.dtype) -> torch.Tensor
 
 
 def dequantize(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    "As `gguf.dequantize`, fp32, and several times as fast for the forms of `FORMS`."
-    if kind.name not in FORMS:
+    "As `gguf.dequantize`, fp32, and several times as fast for the forms of `QUANT_TYPES`."
+    if kind.name not in QUANT_TYPES:
         from gguf.quants import dequantize as theirs
 
         return theirs(data, kind)
@@ -224,7 +229,7 @@ class GroupedTensor(torch.Tensor):
     that they stand for: a lookup of rows, as an embedding's, dequantises those rows, and any
     other operation all of them, each time anew.
 
-    `raw`: uint8 `[N, bytes of a row]`; `form`: a key of `FORMS`."""
+    `raw`: uint8 `[N, bytes of a row]`; `form`: a key of `QUANT_TYPES`."""
 
     raw: torch.Tensor
     form: str
@@ -232,7 +237,7 @@ class GroupedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, form: str, dtype: torch.dtype) -> GroupedTensor:
-        size, weights, *_ = FORMS[form]
+        size, weights, *_ = QUANT_TYPES[form]
         shape = len(raw), raw.shape[1] // size * weights
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)
         self.raw, self.form = raw, form
@@ -278,10 +283,10 @@ class GroupedTensor(torch.Tensor):
 @contextlib.contextmanager
 def numbers_at_hand(model: nn.Module, room: float) -> Iterator[None]:
     """Inside, the weights of `model` that stay in groups are there as plain numbers, too, if these
-    take up to `room` bytes: for who runs the model's own code several times."""
-    kept = {p: None for p in model.parameters() if isinstance(p, GroupedTensor)}
+    take up to `room` bytes, for code that runs the model's own several times."""
+    kept = [p for p in model.parameters() if isinstance(p, GroupedTensor)]
     if sum(p.numel() * p.dtype.itemsize for p in kept) > room:
-        kept = {}
+        kept = []
     try:
         for p in kept:
             p.plain = p.dequantize()
@@ -311,7 +316,7 @@ def _weight(
 ) -> tuple[str, torch.Tensor]:
     "The name that transformers has for a `tensor` of a file, '' for none, and its weight."
     names = about["tensor_key_mapping"]
-    if grouped and tensor.tensor_type.name in FORMS and tensor.data.ndim == 2:
+    if grouped and tensor.tensor_type.name in QUANT_TYPES and tensor.data.ndim == 2:
         order = _order(processor, tensor.name, len(tensor.data), about)
         if order is not None:
             moved = (order != np.arange(len(order))).any()
@@ -345,12 +350,40 @@ def _parts(path: Path, arch: str, dtype: torch.dtype) -> tuple[Any, Any, dict[st
     return model, processor, dict(tensor_key_mapping=names, parsed_parameters={"tensors": {}})
 
 
+def places_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    "The parameters of `model` by name, shared ones by each of theirs."
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _put_weights(
+    model: PreTrainedModel,
+    reader: GGUFReader,
+    kept: set[str],
+    processor: Any,
+    about: dict[str, Any],
+    dtype: torch.dtype,
+) -> None:
+    "Put the weights of a file into `model`, those named in `kept` in groups. Raises `Unfit`."
+    places = places_of(model)
+    for tensor in reader.tensors:
+        target = about["tensor_key_mapping"].get(tensor.name, "")
+        name, weight = _weight(tensor, processor, about, dtype, target in kept)
+        if not name:
+            continue
+        if name not in places or places[name].shape != weight.shape:
+            raise Unfit(f"{name} is {[*weight.shape]}")
+        holder, _, last = name.rpartition(".")
+        setattr(model.get_submodule(holder), last, nn.Parameter(weight, requires_grad=False))
+
+# %% ../../nbs/3_models/gguf.ipynb #ggufmodel
 def model_in_groups(
     path: Path, reader: GGUFReader, dtype: torch.dtype, grouped: bool
 ) -> PreTrainedModel:
     """The model of a `.gguf` file, of which `reader` has the contents, inside `read_once`, in
-    `dtype`; weights of the forms of `FORMS` that linear layers and embeddings have stay in groups
+    `dtype`; weights of the forms of `QUANT_TYPES` that linear layers and embeddings have stay in groups
     if `grouped`. Raises `Unfit`."""
+    from transformers import GenerationConfig
+
     if any(len(t.shape) > 2 for t in reader.tensors):
         raise Unfit("experts")
     arch = reader.fields["general.architecture"].contents()
@@ -360,19 +393,15 @@ def model_in_groups(
         for name, m in model.named_modules()
         if isinstance(m, (nn.Linear, nn.Embedding))
     }
-    for tensor in reader.tensors:
-        target = about["tensor_key_mapping"].get(tensor.name, "")
-        name, weight = _weight(tensor, processor, about, dtype, grouped and target in linear)
-        if not name:
-            continue
-        holder, _, last = name.rpartition(".")
-        module = model.get_submodule(holder)
-        if getattr(module, last).shape != weight.shape:
-            raise Unfit(f"{name} is {[*weight.shape]}")
-        setattr(module, last, nn.Parameter(weight, requires_grad=False))
-    model.tie_weights()
+    _put_weights(model, reader, linear if grouped else set(), processor, about, dtype)
+    if any(p.is_meta for p in places_of(model).values()):
+        model.tie_weights()  # a head that the file has is not tied, as transformers does it
     if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read to be moved or dequantised
         reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
     if missing := [name for name, p in model.named_parameters() if p.is_meta]:
         raise Unfit(f"{missing[0]} is not in it")
+    with contextlib.suppress(OSError):  # a file beside it may say more than the GGUF file
+        model.generation_config = GenerationConfig.from_pretrained(
+            path.parent, local_files_only=True
+        )
     return model
