@@ -25,7 +25,7 @@ from ..models.load import load_outline, load_tokenizer, resolve_device
 from ..tasks.pooling import Pooler
 
 # %% auto #0
-__all__ = ['shapes_of', 'int8_bytes', 'stand_in', 'UnloadedLLM', 'limits_of']
+__all__ = ['ALONE', 'shapes_of', 'int8_bytes', 'stand_in', 'UnloadedLLM', 'limits_of']
 
 # %% ../../nbs/2_core/unloaded.ipynb #6161a5c0
 def shapes_of(model: PreTrainedModel) -> list[Shape]:
@@ -49,6 +49,10 @@ def int8_bytes(model: PreTrainedModel) -> int:
     return sum(p.nbytes for p in model.parameters()) - gone + packed
 
 # %% ../../nbs/2_core/unloaded.ipynb #41bce2b6
+# what plans say of themselves
+ALONE = "from the config alone: no weights were read, and how the model runs was not tried"
+
+
 def stand_in() -> PreTrainedTokenizerBase:
     "A tokenizer that takes each four characters for a token, whose id is 0."
     from tokenizers import Regex, Tokenizer
@@ -93,9 +97,7 @@ class UnloadedLLM(LLM):
             own = load_tokenizer(find_model(tokenizer, weights=False))
         elif tokenizer is not None:
             own = tokenizer
-        self.estimate = (
-            "from the config alone: no weights were read, and how the model runs was not tried"
-        )
+        self.estimate = ALONE
         if own is None:
             own, self.enable_prefix_caching = stand_in(), False
             self.estimate += "; it has no tokenizer: each 4 characters were counted as a token"
