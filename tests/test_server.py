@@ -300,6 +300,8 @@ def test_chat_template_options(s, web):
     bare = ask(add_generation_prompt=False)
     assert ask() - bare == len("assistant:") + 1
     assert ask(add_generation_prompt=False, continue_final_message=True) < bare
+    talk[0] = dict(role="user", content="<eos>")
+    assert ask() - ask(allow_special=True) == len("<eos>") - 1
 
 
 def test_who_matters_more_goes_first(s):

@@ -344,13 +344,17 @@ def test_options_of_a_conversation_reach_the_template():
     talk = [dict(role="user", content="Hi"), dict(role="assistant", content="The sea")]
     closed, goes_on = dict(add_generation_prompt=False), dict(continue_final_message=True)
     file = dict(chat_template="/etc/passwd")
-    write_lines(
-        "in.jsonl", [dict(messages=talk, **d) for d in ({}, closed, closed | goes_on, file)]
-    )
+    typed = dict(messages=[dict(role="user", content="<eos>")])
+    lines = [dict(messages=talk, **d) for d in ({}, closed, closed | goes_on)]
+    write_lines("in.jsonl", [*lines, typed, typed | dict(allow_special=True), typed | file])
     assert Job("in.jsonl").dry_run().failed == ask("in.jsonl", "out.csv").failed == 1
     *rows, refused = read("out.csv")
-    begun, closed, open_ = (int(r["prompt_tokens"]) for r in rows)
-    assert open_ < closed < begun and "chat_template" in refused["error"]
+    begun, closed, open_, plain, special = (int(r["prompt_tokens"]) for r in rows)
+    assert (
+        open_ < closed < begun
+        and plain - special == len("<eos>") - 1
+        and "chat_template" in refused["error"]
+    )
 
 
 # --- refused before anything runs, and nothing left behind

@@ -210,6 +210,7 @@ class ChatCalls(ListCalls):
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        allow_special: bool = False,
         lora_request: AdapterChoices = None,
     ) -> Outputs[RequestOutput]:
         """Answer conversations, one or a list of lists of messages, in the model's chat
@@ -223,6 +224,7 @@ class ChatCalls(ListCalls):
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            allow_special=allow_special,
         )
         talks = [m if isinstance(m, dict) else {"messages": m} for m in as_list(messages, True)]
         talks = [options | m for m in talks]

@@ -390,6 +390,7 @@ class AsyncLLM(AsyncCalls):
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        allow_special: bool = False,
         lora_request: AdapterChoice = None,
     ) -> AsyncGenerator[RequestOutput]:
         """As `generate`, for one conversation, a list of messages; for `chat_template` and what
@@ -400,6 +401,7 @@ class AsyncLLM(AsyncCalls):
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            allow_special=allow_special,
         )
         prompt = template | (messages if isinstance(messages, dict) else {"messages": messages})
         return self.generate(

@@ -468,6 +468,7 @@ class Talk(Body):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    allow_special: bool | None = None
     chat_template_kwargs: dict | None = None
 
     @property

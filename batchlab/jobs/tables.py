@@ -494,9 +494,10 @@ ANSWER = dict(
     completion_tokens="int64",
     error="string",
 )
-CHAT_OPTIONS = (
-    "tools chat_template chat_template_kwargs add_generation_prompt continue_final_message".split()
-)
+CHAT_OPTIONS = [
+    *"tools chat_template chat_template_kwargs add_generation_prompt".split(),
+    *"continue_final_message allow_special".split(),
+]
 NO_SETTINGS = {"prompt_logprobs", "detokenize"}  # which no answer in a file has a place for
 LITERAL = {  # settings whose text is meant as it stands
     *"stop bad_words guided_regex guided_grammar chat_template adapter".split()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging, numbers, sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from batchlab.errors import (
@@ -115,6 +116,7 @@ CHAT_KEYS = {
     "tools",
     "add_generation_prompt",
     "continue_final_message",
+    "allow_special",
 }
 
 
@@ -175,7 +177,11 @@ def parse_chat(prompt: object) -> dict[str, Any]:
 
 
 _KINDS: dict[str, type] = dict(
-    tools=list, chat_template_kwargs=dict, add_generation_prompt=bool, continue_final_message=bool
+    tools=list,
+    chat_template_kwargs=dict,
+    add_generation_prompt=bool,
+    continue_final_message=bool,
+    allow_special=bool,
 )
 
 
@@ -436,6 +442,15 @@ def prompt_ids_of(
     return encode_prompt(model, tokenizer, *parse(prompt, chat), max_len)
 
 
+@cache
+def _say_doubled(token: str) -> None:
+    log.warning(
+        "a prompt begins with %s, and the tokenizer adds another one before it: leave it out of "
+        "the text (said once)",
+        token,
+    )
+
+
 def encode_prompt(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -454,6 +469,8 @@ def encode_prompt(
     if max_len:
         check_length(tokenizer, text or "", max_len - 1)
     ids = encode_text(tokenizer, text or "")
+    if len(ids) > 1 and ids[0] == ids[1] == words.bos_token_id:
+        _say_doubled(words.bos_token)
     if ids:
         return text, ids
     try:

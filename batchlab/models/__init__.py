@@ -19,10 +19,10 @@ from batchlab.errors import (
     ModelNotFoundError,
     Option,
     PromptError,
-    PromptTooLongError,
     UnsupportedModelError,
 )
 from .fetch import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
+from .control import check_no_control, ids_apart
 from .lengths import SHORT, chars_in, check_length
 from batchlab.models.load import (
     cache_dir,
@@ -138,25 +138,56 @@ def _template_of(tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
         option=Option("chat_template"),
     )
 
+# %% ../../nbs/3_models/09_models.ipynb #apply0002
+# what transformers gives to the tokenizer, and what it reads itself
+_TOKENIZING = {
+    *"truncation padding max_length tokenizer_kwargs return_assistant_tokens_mask".split()
+}
+_OUR_OPTIONS = {
+    *"chat_template tokenize return_dict add_generation_prompt continue_final_message".split()
+}
+
+
+def _as_schemas(tools: list[Any] | None) -> list[Any] | None:
+    "`tools` with each function as its JSON schema, as transformers makes them."
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    return tools and [get_json_schema(t) if callable(t) else t for t in tools]
+
 
 def _apply_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],
     options: dict[str, Any],
     max_len: int | None,
+    allow_special: bool,
 ) -> list[int]:
     # which a tokenizer keeps: it has to be another one
-    cuts = options.keys() & {"truncation", "padding", "max_length"}
+    cuts = options.keys() & _TOKENIZING
     twin = make_twin(tokenizer) if cuts else own_tokenizer(tokenizer)
     apply: Any = twin.apply_chat_template
     if "return_tensors" in options:
         raise ValueError("return_tensors: ids come as a list, leave it out")
     if options["tools"] and "tools" not in str(options["chat_template"]):
         raise ValueError("it knows no tools: leave them out, or give a chat_template")
-    if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
-        text = apply(messages, **options | dict(tokenize=False, return_dict=False))
+    if cuts or allow_special:
+        if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
+            text = apply(messages, **options | dict(tokenize=False, return_dict=False))
+            check_length(tokenizer, text, max_len - 1)
+        if not allow_special:
+            check_no_control(tokenizer, options["chat_template"], [messages, options["tools"]])
+        return list(apply(messages, **options)["input_ids"])
+
+    def render(given: dict[str, Any]) -> str:
+        given = options | given | dict(tokenize=False, return_dict=False)
+        return apply(given.pop("messages"), **given)
+
+    own = {k: v for k, v in options.items() if k not in _OUR_OPTIONS}
+    own |= dict(messages=messages, tools=_as_schemas(options["tools"]))
+    text = render(own)
+    if max_len and chars_in(messages) >= SHORT:
         check_length(tokenizer, text, max_len - 1)
-    return list(apply(messages, **options)["input_ids"])
+    return ids_apart(tokenizer, options["chat_template"], text, render, own)
 
 # %% ../../nbs/3_models/09_models.ipynb #cb0aa4a5
 def text_of(content: Any, where: str = "a message") -> Any:
@@ -294,16 +325,17 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     max_len: int | None = None,
+    allow_special: bool = False,
     **template_kwargs: Any,
 ) -> list[int]:
     """The token ids, `list[int]`, of `messages` in the model's chat template, up to where the
-    answer begins.
+    answer begins. Texts in the messages give none of the template's control tokens.
 
     `messages`: dicts with `role` and `content`; `chat_template`: another one, text or a file;
     `tools`: functions or their JSON schemas; `continue_final_message`: the answer goes on with
     the last message, instead of a turn of its own; `max_len`: tokens of which there must be
-    fewer, which is only looked at where it spares the tokenizer a long text; further arguments
-    go to the template. Raises `ModelError` if there is no tokenizer or no template,
+    fewer, which is only looked at where it spares the tokenizer a long text; `allow_special`:
+    control tokens may be typed in the messages; further arguments go to the template. Raises `ModelError` if there is no tokenizer or no template,
     `PromptError` if the template refuses the messages, `PromptTooLongError`."""
     tokenizer = _need_tokenizer(tokenizer)
     template = _template_of(tokenizer, chat_template)
@@ -328,8 +360,8 @@ def encode_chat(
             "add_generation_prompt": opened,
             "continue_final_message": continue_final_message,
         }
-        return _apply_template(tokenizer, given, options, max_len)
-    except PromptTooLongError:
+        return _apply_template(tokenizer, given, options, max_len, allow_special)
+    except PromptError:
         raise
     except Exception as e:
         said = [m["content"] for m in given if isinstance(m.get("content"), str)]
