@@ -211,6 +211,8 @@ class ChatCalls(ListCalls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         allow_special: bool = False,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         lora_request: AdapterChoices = None,
     ) -> Outputs[RequestOutput]:
         """Answer conversations, one or a list of lists of messages, in the model's chat
@@ -225,6 +227,8 @@ class ChatCalls(ListCalls):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             allow_special=allow_special,
+            enable_thinking=enable_thinking,
+            reasoning_effort=reasoning_effort,
         )
         talks = [m if isinstance(m, dict) else {"messages": m} for m in as_list(messages, True)]
         talks = [options | m for m in talks]

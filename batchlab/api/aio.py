@@ -61,14 +61,15 @@ class _Answer:
         "Take in what a step gave."
         part = self.parts.setdefault(event.completion, CompletionOutput(event.completion))
         part.text += event.text
+        if event.reasoning is not None:
+            part.reasoning = (part.reasoning or "") + event.reasoning
         part.token_ids.extend(event.token_ids)
         part.finish_reason = event.finish_reason
         if event.logprobs is not None:
             part.logprobs = [] if part.logprobs is None else part.logprobs
             part.logprobs.extend(event.logprobs)
-            part.cumulative_logprob = (part.cumulative_logprob or 0) + (
-                total_logprob(event.logprobs, event.token_ids) or 0
-            )
+            added = total_logprob(event.logprobs, event.token_ids) or 0
+            part.cumulative_logprob = (part.cumulative_logprob or 0) + added
         self.last = event.output
         self.news.set()
         if self.last:
@@ -391,6 +392,8 @@ class AsyncLLM(AsyncCalls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         allow_special: bool = False,
+        enable_thinking: bool | None = None,
+        reasoning_effort: str | None = None,
         lora_request: AdapterChoice = None,
     ) -> AsyncGenerator[RequestOutput]:
         """As `generate`, for one conversation, a list of messages; for `chat_template` and what
@@ -402,6 +405,8 @@ class AsyncLLM(AsyncCalls):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             allow_special=allow_special,
+            enable_thinking=enable_thinking,
+            reasoning_effort=reasoning_effort,
         )
         prompt = template | (messages if isinstance(messages, dict) else {"messages": messages})
         return self.generate(

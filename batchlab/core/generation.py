@@ -21,7 +21,7 @@ from batchlab.core.sampling import (
     token_logprobs,
     token_text,
 )
-from .text import Detokenizer
+from .text import Aside, Detokenizer
 
 # %% auto #0
 __all__ = ['Answer', 'Generation', 'make_request', 'append_prompt', 'sample_rows']
@@ -106,17 +106,18 @@ def make_request(
     index: int = 0,
     priority: int = 0,
     group: object | None = None,
+    aside: Aside | None = None,
 ) -> Request:
     """A `Request` that samples as `row` says, whose lists of ids it shares and whose
     `max_tokens` must be a number.
 
-    `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`. The
-    prompt's own log probabilities are for the first of the answers to find."""
+    `index`: which of its prompt's answers it is; `group`: that prompt's `RequestGroup`; `aside`:
+    what keeps some of its text apart. The prompt's own log probabilities are for the first of the answers to find."""
     assert row.max_tokens is not None, (
         "an answer without a limit: give SamplingRow.make a max_model_len"
     )
     p = row.params
-    task = Generation(row, Detokenizer(row.tokenizer, p, row.prompt_ids))
+    task = Generation(row, Detokenizer(row.tokenizer, p, row.prompt_ids, aside))
     if p.logprobs is not None:
         task.logprobs = []
     if p.prompt_logprobs is not None and index == 0:

@@ -61,6 +61,7 @@ RULES: dict[str, _Rule] = dict(
         f"{_WHOLE} 0",
         "0 gives all tokens of the prompt but the first",
     ),
+    thinking_token_budget=(int, 0, inf, f"{_WHOLE} 0, or None", "None sets no limit"),
     truncate_prompt_tokens=(
         int,
         -1,
@@ -277,7 +278,9 @@ def _check_logprobs(p: SamplingParams) -> None:
 
 # %% ../../nbs/2_core/params.ipynb #97b6cb9d
 # where None says something
-_NONE_SAYS = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
+_NONE_SAYS = {
+    *"seed max_tokens logprobs prompt_logprobs truncate_prompt_tokens thinking_token_budget".split()
+}
 
 
 def _check_params(p: SamplingParams) -> None:
@@ -403,8 +406,7 @@ class SamplingParams(GivenParams):
     """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
 
     A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words` takes lists
-    of ids besides strings. `logit_bias` is cut to -100..100. Of `seed`, torch's CPU generator reads the lower
-    32 bits.
+    of ids besides strings. `logit_bias` is cut to -100..100. Of `seed`, torch reads the lower 32 bits on a CPU.
 
     `logprobs`: of the sampled token and that many of the likeliest; `logprob_token_ids`: of the sampled token
     and exactly these, in place of the likeliest. `logprobs_mode`: see `token_logprobs`; None takes the
@@ -454,6 +456,7 @@ class SamplingParams(GivenParams):
     # cut a longer prompt to its last so many tokens; -1 or auto: to as many as leave room to
     # answer (default: a prompt that is too long fails)
     truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None  # most tokens of a thought, if the model thinks
 
     def __post_init__(self) -> None:
         _check_params(self)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['IncrementalDecoder', 'StopScanner', 'DetokenizedText', 'Detokenizer']
+__all__ = ['IncrementalDecoder', 'StopScanner', 'Aside', 'DetokenizedText', 'Detokenizer']
 
 # %% ../../nbs/2_core/text.ipynb #58ce2b7f
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from ..errors import ParamError
 from .tokens import Vocabulary, vocabulary_of
 
@@ -153,23 +153,76 @@ class StopScanner:
         return self.add("", last=True)
 
 # %% ../../nbs/2_core/text.ipynb #21d13cc7
+class Aside(Protocol):
+    """Tells the tokens of an answer from those that are kept apart from it, one after the other."""
+
+    def take(self, token_id: int) -> bool | None:
+        "True: of the answer; False: kept apart; None: a mark between the two, which is no text."
+        ...
+
+
+def _check_stop(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    if params.stop and tokenizer is None:
+        raise ParamError(
+            f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids",
+            field="stop",
+        )
+
+# %% ../../nbs/2_core/text.ipynb #kept00001
 class DetokenizedText:
-    "The text that was given out so far."
+    "The text that was given out so far, and what was kept apart from it."
 
     _parts: list[str]
+    _kept: list[str] | None
     _scanner: StopScanner
+    _num_told: int = 0
+    num_kept: int = 0
+    num_tokens: int = 0
+    params: SamplingParams
+    _decoder: IncrementalDecoder | None
+    _answers: bool  # whether the last token was the answer's
+    _bare: bool  # whether blanks are left out
 
     @property
     def text(self) -> str:
         return "".join(self._parts)
 
     @property
+    def kept(self) -> str | None:
+        "What was kept apart; None if nothing was to be."
+        return None if self._kept is None else "".join(self._kept)
+
+    @property
     def stopped(self) -> str | None:
         return self._scanner.found
+
+    def new_kept(self) -> str | None:
+        "What was kept apart since the last call."
+        if self._kept is None:
+            return None
+        start, self._num_told = self._num_told, len(self._kept)
+        return "".join(self._kept[start:])
 
     def _give(self, text: str) -> str:
         self._parts.append(text)
         return text
+
+    def _turn(self, decoder: IncrementalDecoder, token_id: int) -> str:
+        "Settle what came before the mark `token_id`, and begin anew behind it."
+        new = self._settle(decoder.finish())
+        self._decoder = IncrementalDecoder(decoder.tokenizer, decoder.skip, [token_id])
+        self._bare = True
+        return new
+
+    def _settle(self, text: str) -> str:
+        "What of `text` is to be shown; blanks behind a mark are left out."
+        if self._bare:
+            text = text.lstrip()
+            self._bare = not text
+        if not self._answers and self._kept is not None:
+            self._kept.append(text)
+            return ""
+        return self._give(self._scanner.add(text, self.num_tokens > self.params.min_tokens))
 
 # %% ../../nbs/2_core/text.ipynb #a630acf2
 class Detokenizer(DetokenizedText):
@@ -177,22 +230,21 @@ class Detokenizer(DetokenizedText):
     special tokens, cut at a stop string.
 
     `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or
-    with `detokenize=False`, all text is ''. Raises `ParamError` if `params.stop` is given
-    without a tokenizer."""
+    with `detokenize=False`, all text is ''. What `aside` keeps apart stands in `kept`, and its
+    tokens are counted in `num_kept`. Raises `ParamError` for `params.stop` without a tokenizer."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | None,
         params: SamplingParams,
         prompt_ids: Sequence[int] = (),
+        aside: Aside | None = None,
     ) -> None:
-        if params.stop and tokenizer is None:
-            raise ParamError(
-                f"stop={params.stop!r} needs a tokenizer, and there is none: use stop_token_ids",
-                field="stop",
-            )
-        self.params, self.num_tokens, self._parts = params, 0, []
+        _check_stop(params, tokenizer)
+        self.params, self._parts = params, []
         self._last: Logprob | None = None  # of the token that came last
+        self._aside, self._kept = aside, None if aside is None else []
+        self._answers, self._bare = True, False
         self._decoder = (
             IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
             if tokenizer is not None and params.detokenize
@@ -209,14 +261,19 @@ class Detokenizer(DetokenizedText):
         `logprob`: of the token, whose `decoded_token` becomes what it adds to the text, which is
         '' for the first bytes of a character."""
         self.num_tokens += 1
+        side = True if self._aside is None else self._aside.take(token_id)
+        self.num_kept += side is not True
         if self._decoder is None or self.stopped is not None:
             return ""
         if ended and not self.params.include_stop_str_in_output:
             return ""
+        if side is None:
+            return self._turn(self._decoder, token_id)
+        self._answers = side
         text = self._decoder.add(token_id)
         if logprob is not None and not self._decoder.skips(token_id):
             logprob.decoded_token, self._last = text, logprob
-        return self._give(self._scanner.add(text, self.num_tokens > self.params.min_tokens))
+        return self._settle(text)
 
     def finish(self) -> str:
         "The text held back, when no token follows."
@@ -225,5 +282,5 @@ class Detokenizer(DetokenizedText):
         text = self._decoder.finish()
         if self._last is not None:
             self._last.decoded_token = (self._last.decoded_token or "") + text
-        text = self._scanner.add(text, self.num_tokens > self.params.min_tokens)
-        return self._give(text + ("" if self.stopped is not None else self._scanner.finish()))
+        text = self._settle(text)
+        return text + ("" if self.stopped is not None else self._give(self._scanner.finish()))

@@ -509,6 +509,7 @@ def answer_of(
         record = dict(
             **plain_ids(line),
             text=first.text,
+            **({} if first.reasoning is None else dict(reasoning=first.reasoning)),
             finish_reason=first.finish_reason,
             **each,
             usage=usage_of(out),

@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # a check of a file needs no torch
 # %% auto #0
 __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'DONE', 'sampling_options', 'request_params',
            'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
-           'usage_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'StreamOptions', 'Talk',
-           'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of',
+           'usage_of', 'thought_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'StreamOptions',
+           'Talk', 'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of',
            'ChoiceParts', 'Parts']
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000010
@@ -352,14 +352,24 @@ def text_logprobs(c: CompletionOutput, start: int = 0, first: str = "") -> dict[
 def usage_of(*outs: RequestOutput) -> dict[str, Any]:
     "Tokens of one `RequestOutput` or more in and out, as the API counts them."
     p, c = sum(len(o.prompt_token_ids or ()) for o in outs), sum(o.num_tokens for o in outs)
-    return dict(
+    usage: dict[str, Any] = dict(
         prompt_tokens=p,
         completion_tokens=c,
         total_tokens=p + c,
         prompt_tokens_details=dict(cached_tokens=sum(o.num_cached_tokens for o in outs)),
     )
+    thinking = [x for o in outs for x in o.outputs if x.reasoning is not None]
+    if thinking:
+        n = sum(x.num_reasoning_tokens for x in thinking)
+        usage["completion_tokens_details"] = dict(reasoning_tokens=n)
+    return usage
 
 
+def thought_of(text: str | None) -> dict[str, Any]:
+    "A model's thought in a message or a delta, by vLLM's name and by the one that others read."
+    return dict(reasoning_content=text, reasoning=text) if text else {}
+
+# %% ../../nbs/6_jobs/schema.ipynb #choice001
 ReadCalls = Callable[
     [str, str], tuple["str | None", list[dict[str, Any]]]
 ]  # (text, key for ids) -> (content, tool_calls)
@@ -384,13 +394,16 @@ def choice_of(
 
     `read`: finds the tool calls in the text of a chat answer, whose ids `name` makes."""
     if kind != "chat":
-        return dict(
-            index=c.index, text=c.text, logprobs=text_logprobs(c), finish_reason=c.finish_reason
+        thought = {} if c.reasoning is None else dict(reasoning=c.reasoning)
+        return (
+            dict(index=c.index, text=c.text)
+            | thought
+            | dict(logprobs=text_logprobs(c), finish_reason=c.finish_reason)
         )
     content, calls = read(c.text, f"{name}-{c.index}") if read else (c.text, [])
-    message = dict(role="assistant", content=content, refusal=None) | (
-        dict(tool_calls=calls) if calls else {}
-    )
+    message = dict(role="assistant", content=content, refusal=None) | thought_of(c.reasoning)
+    if calls:
+        message["tool_calls"] = calls
     return dict(
         index=c.index,
         message=message,
@@ -469,6 +482,8 @@ class Talk(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     allow_special: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict | None = None
 
     @property
@@ -632,7 +647,7 @@ class ChoiceParts:
         parser: ToolParser | None,
     ) -> None:
         self.index, self.chat, self.top, self.ids, self.parser = index, chat, top, ids, parser
-        self.chars = self.tokens = self.offset = 0
+        self.chars = self.thought = self.tokens = self.offset = 0
         self.begun = self.ended = False
 
     def _logprobs(self, c: CompletionOutput, first: str) -> dict[str, Any] | None:
@@ -649,16 +664,18 @@ class ChoiceParts:
     def since(self, c: CompletionOutput, first: str) -> list[str]:
         "What the choice got, as JSON, a part for each delta."
         text, reason = c.text[self.chars :], c.finish_reason
-        if self.ended or self.begun and not text and not reason:
+        thought = (c.reasoning or "")[self.thought :]
+        if self.ended or self.begun and not text and not thought and not reason:
             return []  # its tokens come with the text that they settle
         self.ended, self.chars = bool(reason), len(c.text)
-        deltas = [dict[str, Any](content=text)]
+        self.thought += len(thought)
+        deltas = [dict[str, Any](content=text)] if text or not thought else []
         if self.parser:
             deltas = self.parser.feed(text) + (self.parser.close() if reason else [])
             reason = finish_of(reason, self.parser.calls)
-            if self.begun and not deltas and not reason:
+            if self.begun and not deltas and not thought and not reason:
                 return []  # the beginning of a call, maybe
-            deltas = deltas or [{}]
+        deltas = ([thought_of(thought)] if thought else []) + deltas or [{}]
         logprobs, self.tokens = self._logprobs(c, first), len(c.token_ids)
         if not self.begun:
             deltas[0] = dict(role="assistant", content=None) | deltas[0]

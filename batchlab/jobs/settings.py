@@ -101,8 +101,7 @@ DROPPED = {
 }
 
 IGNORED = {
-    *"""reasoning_effort verbosity reasoning thinking think include_reasoning thinking_token_budget keep_alive
-    cache_prompt""".split()
+    *"""reasoning_effort verbosity reasoning thinking think include_reasoning keep_alive cache_prompt""".split()
 }
 
 ADVICE = {  # what to give: instead of which parameters

@@ -486,7 +486,9 @@ def literal(text: str) -> int | float | bool | str:
     return text
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e022
-OPTIONAL = dict(index="int64", logprobs="string", cumulative_logprob="double")  # else left out
+OPTIONAL = dict(  # else left out
+    index="int64", reasoning="string", logprobs="string", cumulative_logprob="double"
+)
 ANSWER = dict(
     text="string",
     finish_reason="string",
@@ -496,14 +498,14 @@ ANSWER = dict(
 )
 CHAT_OPTIONS = [
     *"tools chat_template chat_template_kwargs add_generation_prompt".split(),
-    *"continue_final_message allow_special".split(),
+    *"continue_final_message allow_special enable_thinking reasoning_effort".split(),
 ]
 NO_SETTINGS = {"prompt_logprobs", "detokenize"}  # which no answer in a file has a place for
 LITERAL = {  # settings whose text is meant as it stands
     *"stop bad_words guided_regex guided_grammar chat_template adapter".split()
 }
 RECORD = (  # the keys of a record
-    "request_id line row custom_id text finish_reason outputs usage error results".split()
+    "request_id line row custom_id text reasoning finish_reason outputs usage error results".split()
 )
 VECTORS = "embedding", "probs", "data"  # columns of lists
 MADE = {*VECTORS, "score", "relevance_score", "label"}
@@ -824,9 +826,10 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
         found["index"] = e["index"] if len(entries) > 1 else None
         if "message" in e:
             found["text"] = _text_of(e["message"])
+            found["reasoning"] = e["message"].get("reasoning")
         if found.get("logprobs"):
             found["logprobs"] = encode_json(found["logprobs"])
-        keys = *ANSWER, "logprobs", "cumulative_logprob"
+        keys = *ANSWER, "reasoning", "logprobs", "cumulative_logprob"
         if vectors:
             keys = *(k for k in e if k in MADE), "prompt_tokens", "error"
         row = ids | {k: found.get(k) for k in ("index", *keys)}

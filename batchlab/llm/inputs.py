@@ -117,6 +117,8 @@ CHAT_KEYS = {
     "add_generation_prompt",
     "continue_final_message",
     "allow_special",
+    "enable_thinking",
+    "reasoning_effort",
 }
 
 
@@ -182,6 +184,8 @@ _KINDS: dict[str, type] = dict(
     add_generation_prompt=bool,
     continue_final_message=bool,
     allow_special=bool,
+    enable_thinking=bool,
+    reasoning_effort=str,
 )
 
 

@@ -561,6 +561,7 @@ class Delivery:
         event = StreamEvent(g.request_id, g.index, r.index, finish_reason=r.finish_reason)
         if isinstance(r.task, Generation):
             event.text, event.token_ids, event.logprobs = r.task.send(r)
+            event.reasoning = r.task.text.new_kept()
         self._send(g, event, r.finish_reason is not None and self.told.issuperset(g.requests))
 
     def end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:

@@ -47,7 +47,9 @@ class CompletionOutput:
 
     `finish_reason`: 'stop' (EOS, a stop string or id: `stop_reason` says which of the latter
     two), 'length', 'cancelled', 'timeout', 'error', or 'too_long' (the prompt leaves no room in
-    the context). `logprobs`: one `{id: Logprob}` a token, if asked for."""
+    the context). `logprobs`: one `{id: Logprob}` a token, if asked for. `reasoning`: what a model
+    that thinks wrote before its answer, whose `num_reasoning_tokens` are among `token_ids`; None
+    if thoughts were not looked for."""
 
     index: int
     text: str = ""
@@ -56,6 +58,8 @@ class CompletionOutput:
     logprobs: list[dict] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str | None = None
+    num_reasoning_tokens: int = 0
 
     @classmethod
     def of(cls, r: Request) -> CompletionOutput:
@@ -65,6 +69,7 @@ class CompletionOutput:
         out = cls(r.index, token_ids=list(r.output_ids), finish_reason=r.finish_reason)
         if isinstance(task := r.task, Generation):
             out.text, out.stop_reason = task.text.text, task.stop_reason
+            out.reasoning, out.num_reasoning_tokens = task.text.kept, task.text.num_kept
             out.cumulative_logprob = total_logprob(task.logprobs, out.token_ids)
             out.logprobs = task.logprobs
         return out
@@ -149,6 +154,7 @@ def answer_row(out: RequestOutput, o: CompletionOutput) -> dict[str, Any]:
         completion_tokens=len(o.token_ids),
         cached_tokens=out.num_cached_tokens,
         error=out.error,
+        reasoning=o.reasoning,
         cumulative_logprob=o.cumulative_logprob,
         logprobs=o.logprobs,
     )
@@ -167,7 +173,11 @@ class _Result(Protocol):
 
 # %% ../../nbs/2_core/outputs.ipynb #9870b1d8-1
 _R = TypeVar("_R", bound=_Result)
-_ASKED_FOR = "cumulative_logprob", "logprobs"  # columns that are there if any row has them
+_ASKED_FOR = (
+    "reasoning",
+    "cumulative_logprob",
+    "logprobs",
+)  # columns that are there if any row has them
 
 
 class Outputs(list[_R]):
@@ -265,9 +275,9 @@ def outputs_html(outs: Outputs[Any]) -> str:
         said = brief(str(x), 200) if is_text else f"{x:.2f}" if isinstance(x, float) else str(x)
         return "" if x is None else esc(said)
 
-    rows, words = _rows(outs), ("prompt", "text", "finish_reason", "error")
+    rows, words = _rows(outs), ("prompt", "text", "reasoning", "finish_reason", "error")
     shown = [
-        {"": str(i)} | {k: cell(x, k in words[:2]) for k, x in row.items() if k != "logprobs"}
+        {"": str(i)} | {k: cell(x, k in words[:3]) for k, x in row.items() if k != "logprobs"}
         for i, row in rows[:20]
     ]
     more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ""
@@ -281,7 +291,8 @@ class StreamEvent:
     `index`: the prompt's place in its call; `completion`: which of its `n` answers.
     `finish_reason` is set with the last event of an answer. The last event of a prompt is
     `finished` and carries its `output`, a `RequestOutput`. `logprobs`: one `{id: Logprob}` for
-    each of `token_ids`, if asked for."""
+    each of `token_ids`, if asked for. `reasoning`: new text of the model's thoughts, None if they
+    were not looked for."""
 
     request_id: str
     index: int = 0
@@ -292,6 +303,7 @@ class StreamEvent:
     finished: bool = False
     output: RequestOutput | None = None
     logprobs: list[dict] | None = None
+    reasoning: str | None = None
 
     def __repr__(self) -> str:
         ids = f"{self.token_ids}" if len(self.token_ids) <= 8 else f"{len(self.token_ids):,} ids"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy, logging, os, re, warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,11 @@ _OUR_OPTIONS = {
 }
 
 
+@cache
+def _say_unknown(k: str) -> None:
+    log.warning("%s has no effect: the chat template doesn't name it (said once)", k)
+
+
 def _as_schemas(tools: list[Any] | None) -> list[Any] | None:
     "`tools` with each function as its JSON schema, as transformers makes them."
     from transformers.utils.chat_template_utils import get_json_schema
@@ -182,6 +188,9 @@ def _apply_template(
         given = options | given | dict(tokenize=False, return_dict=False)
         return apply(given.pop("messages"), **given)
 
+    for k in ("enable_thinking", "reasoning_effort"):
+        if k in options and k not in options["chat_template"]:
+            _say_unknown(k)
     own = {k: v for k, v in options.items() if k not in _OUR_OPTIONS}
     own |= dict(messages=messages, tools=_as_schemas(options["tools"]))
     text = render(own)

@@ -16,7 +16,7 @@ from ..llm.outputs import RequestGroup
 from ..llm.pooled import PoolingGroup, PoolingParams
 from .lora import put_adapter
 from .pooling import admit_pooling
-from .structured import grammar_for
+from .thinking import aside_of, check_budget, mask_for, thinking_of
 
 if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
@@ -90,6 +90,9 @@ def admit_text(
         )
         group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
         check_prompt(ids, llm.max_model_len, llm.vocab_size)
+        thinking = thinking_of(llm, ids) if prompt.talk is not None else None
+        if thinking is None:
+            check_budget(llm, params)
         rows = [
             SamplingRow.make(
                 params,
@@ -99,7 +102,7 @@ def admit_text(
                 i,
                 llm.vocab_size,
                 llm.max_model_len,
-                grammar_for(llm, params),
+                mask_for(llm, params, thinking),
                 llm.logprobs_mode,
             )
             for i in range(params.n)
@@ -116,7 +119,7 @@ def admit_text(
             else [group.request_id]
         )
         group.requests = [
-            make_request(row, name, i, prompt.settings.priority, group)
+            make_request(row, name, i, prompt.settings.priority, group, aside_of(thinking))
             for i, (row, name) in enumerate(zip(rows, names))
         ]
     except ModelError:

@@ -16,7 +16,7 @@ from ..core.attention import attention_override
 from ..llm.config import check_count, rope_switch
 from ..core.engine import log, out_of_memory
 from ..core.generation import Generation, make_request
-from .structured import grammar_for
+from .thinking import aside_of, mask_for, thinking_of
 from ..llm.inputs import check_prompt
 from ..core.params import SamplingParams
 from ..llm.pooled import PoolingRequestOutput, ScoringRequestOutput
@@ -274,6 +274,8 @@ class Answer:
             prompt_logprob_start=0,
         )
         self.prompt_ids, self.ids = self.out.prompt_token_ids, self.completion.token_ids
+        looked = self.completion.reasoning is not None
+        self.thinking = thinking_of(self.llm, self.prompt_ids) if looked else None
 
     def row(self) -> SamplingRow:
         "Its `SamplingRow` as it was before the first token."
@@ -286,7 +288,7 @@ class Answer:
             self.completion.index,
             llm.vocab_size,
             llm.max_model_len,
-            grammar_for(llm, self.params),
+            mask_for(llm, self.params, self.thinking),
         )
 
     def alone(self, start: int, size: int) -> Alone:
@@ -340,7 +342,8 @@ def wanted(
 def check_end(a: Answer) -> list[Divergence]:
     """A list, empty or with a `Divergence`: the answer ended elsewhere, or for another reason,
     than its tokens say."""
-    run, was = make_request(a.row()), (a.completion.finish_reason, a.completion.stop_reason)
+    run = make_request(a.row(), aside=aside_of(a.thinking))
+    was = (a.completion.finish_reason, a.completion.stop_reason)
     reason = next((why for i in a.ids if (why := run.append(i))), None)
     assert isinstance(run.task, Generation)
     now, n = (reason, run.task.stop_reason), len(run.output_ids)
