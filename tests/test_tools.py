@@ -866,6 +866,7 @@ def run(path, lines, llm):
 def test_a_batch_file_with_tools(tmp_path, name, special):
     "By a model of random weights: whoever must call does, with arguments that fit, and the lines beside it say what they say alone."
     must = dict(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    must |= dict(thinking_token_budget=4)  # a tokenizer with marks of thoughts has one think first
     lines = [ask(i, **must) if i % 2 else ask(i, max_tokens=12) for i in range(12)]
 
     def choices(folder, lines):
