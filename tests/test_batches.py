@@ -1189,11 +1189,11 @@ class Forks:
 
     early, share = 0.3, 2  # seconds of a start in which it may be killed
 
-    def __init__(self, longer=1):
-        self.longer = longer
+    def __init__(self, longer=1, script=__file__):
+        self.longer, self.script = longer, script
 
     def __enter__(self):
-        words = [sys.executable, __file__, "--template", str(self.longer)]
+        words = [sys.executable, self.script, "--template", str(self.longer)]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.p = subprocess.Popen(words, env=ENV, **pipes)
         return self

@@ -25,10 +25,14 @@ from ..tasks.lora import adapter_named, adapter_names, check_modules
 from ..llm.outputs import RequestOutput
 from .routes import batch_router
 from .batches import BatchRunner
+from .responses import ResponseRunner, create_response, keep_response, on_disk
+from .responses import request_for, response_router
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Parts, Talk, about
 from ..jobs.schema import as_messages, at_fault, choice_of, echoed, error_body, head_of
 from ..jobs.schema import parse_online, prompt_logprobs_of, text_logprobs, usage_of
+from ..jobs.responses import ResponseAsked, ResponseParts, ResponseRequest, read_response
+from ..jobs.responses import renamed, renaming, response_head, response_of
 from ..jobs.settings import B, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling, pooling_body
@@ -100,7 +104,7 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
         return BadRequest(f"{method} is not served at {path}: use {methods}", "method_not_allowed")
     kind = path.removeprefix("/v1/").partition("/")[0]
     why = "see /v1/models and /v1/chat/completions; a base_url ends in /v1, once, and in no slash"
-    if kind in ("files", "batches"):
+    if kind in ("files", "batches", "responses"):
         why = "start it with --data FOLDER; no id has a slash"
     return BadRequest(f"{path} is not served here: {why}", "not_found")
 
@@ -180,7 +184,7 @@ class Answer(Response):
     """The answer to `asked`, as it is made by the engine of `api`. A subclass sends it in `make`,
     which gives its usage."""
 
-    def __init__(self, api: Api, asked: Any) -> None:
+    def __init__(self, api: ChatRoutes, asked: Any) -> None:
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
         self.model = api.adapter_of(asked.model) or api.name
         self.begun = False
@@ -292,8 +296,7 @@ class StreamedAnswer(TextAnswer):
             beat.cancel()
 
     async def _beat(self, send: Send) -> None:
-        """A comment whenever there was nothing to send for a while: what stands between cuts a
-        connection that is silent."""
+        "A comment whenever nothing was sent for a while, as proxies cut silent connections."
         clock, every = asyncio.get_running_loop().time, self.api.keep_alive
         self.sent = clock()
         while True:
@@ -301,11 +304,14 @@ class StreamedAnswer(TextAnswer):
             if clock() - self.sent >= every:
                 await self._send(send, b": keep-alive\n\n")
 
-    async def _parts(self, send: Send) -> dict[str, Any]:
-        a, lasts, p = self.asked, {}, self.asked.params
+    def new_parts(self) -> Parts:
+        a, p = self.asked, self.asked.params
         new_parser = lambda i: ToolParser(a.tool_format, a.tools, f"{self.name}-{i}")
         asked = a.kind, self.name, self.model, p.logprobs, p.logprob_token_ids, a.usage
-        parts = Parts(*asked, parser=new_parser if a.tools else None)
+        return Parts(*asked, parser=new_parser if a.tools else None)
+
+    async def _parts(self, send: Send) -> dict[str, Any]:
+        a, lasts, p, parts = self.asked, {}, self.asked.params, self.new_parts()
         async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
             async for i, o in outputs:
                 if o.finished:
@@ -337,6 +343,67 @@ class StreamedAnswer(TextAnswer):
         self.scope["said"] = logged(e)
         error = _dumps(error_body(str(e), e.code, e.param)[1])
         await self._send(send, f"data: {error}\n\ndata: [DONE]\n\n".encode(), last=True)
+
+# %% ../../nbs/7_serve/49_server.ipynb #c37ac9a1
+def new_head(answer: Answer) -> dict[str, Any]:
+    "The response as it begins."
+    a: ResponseRequest = answer.asked
+    return response_head(a.wanted, a.params, answer.name, answer.model, a.kept)
+
+
+async def keep(answer: Answer, response: dict[str, Any]) -> None:
+    "Keep `response`, if it is to be kept. Raises `BadRequest`."
+    a: ResponseRequest = answer.asked
+    if a.kept and (runner := answer.api.responses):
+        await on_disk(lambda: keep_response(runner.store, response, a.wanted.items))
+
+# %% ../../nbs/7_serve/49_server.ipynb #a7312924
+class WholeResponse(TextAnswer):
+    "The answer to a `ResponseRequest`, whole."
+
+    asked: ResponseRequest
+
+    async def make(self, send: Send) -> dict[str, Any]:
+        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
+            [out] = [o async for _, o in outputs]
+        chat = self._body([out])
+        response = response_of(new_head(self), chat)
+        await keep(self, response)
+        await json_response(response)(self.scope, UNREAD, send)
+        return chat["usage"]
+
+    async def _end(self, send: Send, e: BadRequest) -> None:
+        await super()._end(send, renamed(e))
+
+# %% ../../nbs/7_serve/49_server.ipynb #c0b6e0c1
+class StreamedResponse(StreamedAnswer):
+    "The answer to a `ResponseRequest` in events."
+
+    asked: ResponseRequest
+
+    async def _parts(self, send: Send) -> dict[str, Any]:
+        out, choice = None, self.new_parts().new(0)
+        self.events = ResponseParts(new_head(self))
+        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
+            async for _, out in outputs:
+                new = b"" if self.events.number else self.events.begin()
+                for part in map(json.loads, choice.since(out.outputs[0], "")):
+                    new += self.events.take(part["delta"], part["logprobs"])
+                if new:
+                    await self._send(send, new)
+        assert out
+        usage = self.usage([out])
+        end = self.events.end(out.outputs[0].finish_reason, usage)
+        await keep(self, self.events.response)
+        await self._send(send, end, last=True)
+        return usage
+
+    async def _end(self, send: Send, e: BadRequest) -> None:
+        e = renamed(e)
+        if not self.begun:
+            return await refuse(e, self.scope, send)
+        self.scope["said"] = logged(e)
+        await self._send(send, self.events.fail(e.code, str(e)), last=True)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00022-1
 class PooledAnswer(Answer):
@@ -633,7 +700,46 @@ class AboutRoutes(TokenRoutes):
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv041x1
-class Api(AboutRoutes):
+class ChatRoutes(AboutRoutes):
+    "The endpoints for text. `responses`: keeps responses, if there is a place for them."
+
+    responses: ResponseRunner | None = None
+
+    async def ready(self, asked: ApiRequest) -> None:
+        "Check `asked` against the model, and make its tools ready. Raises `BadRequest`."
+        self.check_model(asked.model)
+        self.check_length(asked)
+        talk = asked.prompts[0]["messages"] if asked.chat else ()
+        if asked.tools or any("tool_calls" in m for m in talk):
+            await self._in_queuer(lambda: self._arm(asked))
+
+    async def complete(self, asked: ApiRequest) -> Response:
+        "The chat and completions endpoints."
+        await self.ready(asked)
+        return (StreamedAnswer if asked.stream else TextAnswer)(self, asked)
+
+    async def respond(self, wanted: ResponseAsked) -> Response:
+        "The endpoint of responses."
+        asked, runner = await request_for(wanted, self.responses), self.responses
+        with renaming():
+            await self.ready(asked)
+        if wanted.own.background and runner:
+            model = self.adapter_of(asked.model) or self.name
+            return json_response(await on_disk(lambda: create_response(runner, asked, model)))
+        return (StreamedResponse if asked.stream else WholeResponse)(self, asked)
+
+    def _arm(self, asked: ApiRequest) -> None:
+        """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
+        `BadRequest`."""
+        if self.tool_format is _UNKNOWN:
+            self.tool_format = format_of(self.llm.llm.tokenizer)
+        asked.tool_format, [prompt] = self.tool_format, asked.prompts
+        asked.prompts = [conversation_with(self.tool_format, asked.tools, prompt)]
+        if asked.tools:
+            asked.params = tool_params(asked.params, self.tool_format, asked.tools)
+
+# %% ../../nbs/7_serve/49_server.ipynb #4f07a954
+class Api(ChatRoutes):
     "All endpoints of a model."
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
@@ -645,6 +751,7 @@ class Api(AboutRoutes):
         return [
             ("POST", "/v1/chat/completions", parse_chat, self.complete),
             ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
+            ("POST", "/v1/responses", read_response, self.respond),
             *pools,
             ("POST", "/tokenize", partial(parse, model=TokenizeBody), self.tokenize),
             ("POST", "/detokenize", partial(parse, model=DetokenizeBody), self.detokenize),
@@ -656,30 +763,11 @@ class Api(AboutRoutes):
             ("GET", "/metrics", None, self.figures),
         ]
 
-    async def complete(self, asked: ApiRequest) -> Response:
-        "The chat and completions endpoints."
-        self.check_model(asked.model)
-        self.check_length(asked)
-        talk = asked.prompts[0]["messages"] if asked.chat else ()
-        if asked.tools or any("tool_calls" in m for m in talk):
-            await self._in_queuer(lambda: self._arm(asked))
-        return (StreamedAnswer if asked.stream else TextAnswer)(self, asked)
-
     async def pool(self, asked: PoolingRequest) -> Response:
         "The endpoints for vectors, scores and classes."
         asked.adapter = self.adapter_of(asked.model)
         self.check_model(asked.model)
         return PooledAnswer(self, asked)
-
-    def _arm(self, asked: ApiRequest) -> None:
-        """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
-        `BadRequest`."""
-        if self.tool_format is _UNKNOWN:
-            self.tool_format = format_of(self.llm.llm.tokenizer)
-        asked.tool_format, [prompt] = self.tool_format, asked.prompts
-        asked.prompts = [conversation_with(self.tool_format, asked.tools, prompt)]
-        if asked.tools:
-            asked.params = tool_params(asked.params, self.tool_format, asked.tools)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051
 PATIENCE = 30.0  # seconds for a client to send what it has begun
@@ -873,14 +961,16 @@ def _endpoint(
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(llm: AsyncLLM, batches: BatchRunner | None, _: FastAPI) -> AsyncIterator[None]:
-    if batches:
-        batches.start()
+async def _lifespan(api: Api, batches: BatchRunner | None, _: FastAPI) -> AsyncIterator[None]:
+    runners = [r for r in (batches, api.responses) if r]
+    for runner in runners:
+        runner.start()
     yield
+    for runner in runners:
+        await asyncio.to_thread(runner.stop)
     if batches:
-        await asyncio.to_thread(batches.stop)
         batches.store.close()
-    await llm.shutdown()
+    await api.llm.shutdown()
 
 # %% ../../nbs/7_serve/49_server.ipynb #e397b3da
 async def _bad_request(request: Request, e: Any) -> Response:
@@ -944,6 +1034,14 @@ def _guard(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
 
+
+def store_routers(api: Api, batches: BatchRunner, max_upload: int) -> list[APIRouter]:
+    "The endpoints for what is in the store of `batches`. Responses are kept there too."
+    batches.others = api.names
+    api.responses = ResponseRunner(batches.store, api.llm.llm, api.name)
+    own = batch_router(batches.store, batches, max_upload)
+    return [own, response_router(api.responses)]
+
 # %% ../../nbs/7_serve/49_server.ipynb #srv00052
 def create_app(
     llm: AsyncLLM | LLM,
@@ -986,15 +1084,14 @@ def create_app(
         title="batchlab",
         version=__version__,
         openapi_url=None,
-        lifespan=partial(_lifespan, llm, batches),
+        lifespan=partial(_lifespan, api, batches),
         redirect_slashes=False,
     )
     app.state.api, app.state.batches = api, batches
     for method, path, reader, act in api.routes():
         app.add_route(path, _endpoint(reader, act), methods=[method])
     if batches:
-        batches.others = api.names
-        routers = [batch_router(batches.store, batches, max_upload), *routers]
+        routers = [*store_routers(api, batches, max_upload), *routers]
     for router in routers:
         app.include_router(router)
     for kind, handler in _HANDLERS.items():
@@ -1218,8 +1315,8 @@ class Server(uvicorn.Server):
         self.api.draining = True
         left = f": {self.api.pending:,} answers under way have {self.drain:g} s to end"
         self.say(f"stopping{left if self.api.pending else ''}")
-        lines = asyncio.to_thread(self.batches.stop) if self.batches else asyncio.sleep(0)
-        stopped = asyncio.ensure_future(lines)
+        runners = [r for r in (self.batches, self.api.responses) if r]
+        stopped = asyncio.gather(*(asyncio.to_thread(r.stop) for r in runners))
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try:
             await super().shutdown(sockets)

@@ -182,6 +182,34 @@ def test_tools(client, model, tools):
         )
 
 
+def test_responses(client, model, whole):
+    "The tokens are the chat's: whole, streamed, in the background, and as the beginning of a conversation."
+    ask = dict(model=model, input="Name three colours.", max_output_tokens=12, temperature=0)
+    first = client.responses.create(**ask)
+    assert first.output_text == whole.choices[0].message.content
+    assert client.responses.retrieve(first.id) == first
+    deltas = [e.delta for e in client.responses.create(**ask, stream=True) if "delta" in e.type]
+    assert "".join(deltas) == first.output_text
+    queued = client.responses.create(**ask, background=True, service_tier="flex")
+    while queued.status in ("queued", "in_progress"):
+        time.sleep(0.1)
+        queued = client.responses.retrieve(queued.id)
+    assert (queued.status, queued.output_text) == ("incomplete", first.output_text)
+    talk = [
+        *TALK,
+        dict(role="assistant", content=first.output_text),
+        dict(role="user", content="And three more?"),
+    ]
+    chat = client.chat.completions.create(model=model, **SHORT | dict(messages=talk))
+    more = dict(input="And three more?", previous_response_id=first.id)
+    assert client.responses.create(**ask | more).output_text == chat.choices[0].message.content
+    held = dict(model=model, input="A colour, as JSON.", temperature=0, max_output_tokens=200)
+    assert isinstance(client.responses.parse(**held, text_format=Colour).output_parsed, Colour)
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
 def test_files_and_batches(client, model, whole):
     body = dict(model=model, **SHORT)
     lines = [
@@ -282,9 +310,9 @@ def test_errors_by_class(client, model):
         ),
         (
             openai.NotFoundError,
-            lambda: client.responses.create(model=model, input="a"),
+            lambda: client.responses.retrieve("resp_none"),
             "not_found",
-            None,
+            "response_id",
         ),
         (openai.NotFoundError, lambda: client.files.retrieve("file-none"), "not_found", "file_id"),
         (

@@ -1,0 +1,410 @@
+"Responses that are kept: fetched, continued and deleted, and run in the background through any end of the server."
+
+import json, random, time
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+openai = pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")
+httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
+pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
+pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
+
+from batchlab.api import LLM
+from batchlab.jobs.responses import read_response, request_of
+from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.serve.batches import PRIORITY, BatchRunner, BatchStore
+from batchlab.serve.responses import KEPT, ResponseRunner, create_response
+import test_batches
+from test_batches import Clock, Forks, full_database, posix
+from test_responses import BODY, HOLD, STOPS, URL, chat_of, checked, events_of, message, whole
+from test_server import client_of, paused_after, serving, tiny
+from helpers import until
+
+LONG = dict(max_output_tokens=200, temperature=0, ignore_eos=True)
+OVER = "completed", "incomplete", "failed", "cancelled"
+
+
+@contextmanager
+def keeping(folder, llm=None, clock=time.time):
+    "A server that keeps responses in `folder`."
+    llm = llm or tiny()
+    store = BatchStore(folder, clock)
+    with serving(llm=llm, batches=BatchRunner(store, llm, "tiny")) as s:
+        s.store = store
+        with httpx.Client(base_url=s.url, timeout=100) as s.web:
+            yield s
+
+
+@pytest.fixture
+def s(tmp_path):
+    with keeping(tmp_path / "data") as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    "A server for many tests, with a chat template that takes messages without content."
+    tok = tiny_tokenizer()
+    tok.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}<a>"
+    llm = LLM(tiny_model("llama"), tok, max_num_seqs=4)
+    with keeping(tmp_path_factory.mktemp("data"), llm) as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def client(shared):
+    with client_of(shared, strict=True) as c:
+        yield c
+
+
+def fetched(s, id):
+    r = s.web.get(f"{URL}/{id}")
+    return checked(r.json()) if r.status_code == 200 else r.json()["error"]["code"]
+
+
+def ended(s, id):
+    until(lambda: fetched(s, id)["status"] in OVER)
+    return fetched(s, id)
+
+
+def text_of(response):
+    return "".join(p["text"] for i in response["output"] for p in i.get("content", ()))
+
+
+# Kept
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_answered_can_be_fetched(shared, stream):
+    body = dict(input="Hello", metadata=dict(a="b"), **HOLD)
+    got = events_of(shared, **body)[-1]["response"] if stream else whole(shared, **body)
+    assert got["store"] is True and fetched(shared, got["id"]) == got
+
+
+def test_what_is_not_to_be_kept_is_not(shared):
+    got = whole(shared, input="Hello", store=False, **HOLD)
+    assert got["store"] is False and fetched(shared, got["id"]) == "not_found"
+
+
+def test_responses_outlive_the_server(tmp_path):
+    with keeping(tmp_path) as s:
+        got = whole(s, input="Hello", **HOLD)
+    with keeping(tmp_path) as s:
+        assert fetched(s, got["id"]) == got
+
+
+def test_delete(client):
+    r = client.responses.create(model="tiny", input="Hello", **HOLD)
+    client.responses.delete(r.id)
+    for act in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            act(r.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list(r.id)
+
+
+def test_input_items(shared, client):
+    call = dict(type="function_call", call_id="c", name="now", arguments="{}")
+    out = dict(type="function_call_output", call_id="c", output="noon")
+    items = [message("user", "a", "b"), call, out, message("user", "c")]
+    r = client.responses.create(model="tiny", input=items, **HOLD)
+    listed = [*client.responses.input_items.list(r.id, order="asc", limit=2)]
+    assert [i.type for i in listed] == [i["type"] for i in items]
+    assert [p.text for p in listed[0].content] == ["a", "b"] and listed[2].output == "noon"
+    assert [*client.responses.input_items.list(r.id)] == listed[::-1]
+    test_batches.valid(shared.web.get(f"{URL}/{r.id}/input_items").json(), "ResponseItemList")
+
+
+@pytest.mark.parametrize(
+    "query", [dict(limit=0), dict(limit=101), dict(order="x"), dict(after="x")]
+)
+def test_pages_of_items_that_are_none(shared, query):
+    id = whole(shared, input="Hello", **HOLD)["id"]
+    r = shared.web.get(f"{URL}/{id}/input_items", params=query)
+    assert (r.status_code, r.json()["error"]["param"]) == (400, next(iter(query)))
+
+
+def test_responses_end_with_their_time(tmp_path):
+    clock = Clock()
+    with keeping(tmp_path, clock=clock) as s:
+        first, other = (whole(s, input=x, **HOLD)["id"] for x in ("a", "b"))
+        clock.late = KEPT - 60
+        second = whole(s, input="c", previous_response_id=first, **HOLD)["id"]
+        clock.late = KEPT + 60
+        assert fetched(s, other) == "not_found", "its time is over"
+        assert fetched(s, second)["id"] == second
+        assert whole(s, input="d", previous_response_id=second, **HOLD)["status"] == "incomplete"
+        assert s.store.rows("select count(*) from responses where id=?", other) == [(0,)]
+
+
+# Continued
+
+
+def test_a_conversation_by_ids_is_the_conversation_in_full(shared, client):
+    talk, id = [], None
+    for text in ("Hello", "And then?", "Go on"):
+        talk.append(dict(role="user", content=text))
+        choice, used = chat_of(shared, [dict(role="system", content="Be brief."), *talk])
+        more = dict(instructions="Be brief.", previous_response_id=id) | HOLD
+        r = client.responses.create(model="tiny", input=text, **more)
+        assert r.output_text == choice["message"]["content"] and r.previous_response_id == id
+        assert r.usage.input_tokens == used["prompt_tokens"]
+        talk.append(dict(role="assistant", content=r.output_text))
+        id = r.id
+
+
+def test_instructions_are_not_carried_over(shared):
+    first = whole(shared, input="a", instructions="Be brief.", **HOLD)
+    second = whole(shared, input="b", previous_response_id=first["id"], **HOLD)
+    talk = [
+        dict(role="user", content="a"),
+        dict(role="assistant", content=text_of(first)),
+        dict(role="user", content="b"),
+    ]
+    assert chat_of(shared, talk)[0]["message"]["content"] == text_of(second)
+
+
+def test_a_conversation_with_a_gap_is_refused(shared):
+    first = whole(shared, input="a", **HOLD)["id"]
+    second = whole(shared, input="b", previous_response_id=first, **HOLD)["id"]
+    shared.web.delete(f"{URL}/{first}")
+    for id in (second, "resp_none"):
+        r = shared.web.post(URL, json=dict(input="c", previous_response_id=id))
+        error = r.json()["error"]
+        assert (r.status_code, error["param"]) == (400, "previous_response_id")
+        assert error["code"] == "previous_response_not_found"
+
+
+def test_a_server_without_a_folder_says_so():
+    with serving() as s, httpx.Client(base_url=s.url, timeout=100) as web:
+        needs = dict(previous_response_id="resp_1", background=True, store=True)
+        for k, v in needs.items():
+            error = web.post(URL, json={"input": "a", k: v}).json()["error"]
+            assert error["param"] == k and "--data" in error["message"]
+        assert whole(s, input="Hello", **HOLD)["store"] is False
+        r = web.get(f"{URL}/resp_1")
+        assert r.status_code == 404 and "--data" in r.json()["error"]["message"]
+
+
+def test_a_full_disk_is_said(s, monkeypatch):
+    "The answer is not given: it would not be there when its client asks for it."
+    monkeypatch.setattr(s.store, "change", full_database)
+    for stream in (False, True):
+        r = s.web.post(URL, json=dict(input="Hello", stream=stream, **HOLD))
+        assert r.status_code == 507 or '"type":"response.failed"' in r.text
+    assert whole(s, input="Hello", store=False, **HOLD)["status"] == "incomplete"
+
+
+# In the background
+
+
+def test_polled_to_its_end(shared, client):
+    want = client.responses.create(model="tiny", input="Hello", **STOPS)
+    r = client.responses.create(model="tiny", input="Hello", background=True, **STOPS)
+    assert r.status == "queued" and r.background and r.output == [] and r.usage is None
+    done = ended(shared, r.id)
+    assert done["status"] == "completed" and text_of(done) == want.output_text
+    assert client.responses.cancel(r.id).status == "completed", "it stays as it is"
+    short = client.responses.create(model="tiny", input="Hello", **HOLD)
+    more = client.responses.create(
+        model="tiny", input="On", previous_response_id=short.id, background=True, **HOLD
+    )
+    assert ended(shared, more.id)["status"] == "incomplete"
+
+
+def test_the_states_while_it_runs(s):
+    with paused_after(s.llm, 5):
+        id = s.web.post(URL, json=dict(input="Hello", background=True, **LONG)).json()["id"]
+        until(lambda: s.llm.paused)
+        assert fetched(s, id)["status"] == "in_progress"
+        error = s.web.post(URL, json=dict(input="b", previous_response_id=id)).json()["error"]
+        assert error["param"] == "previous_response_id", "what is no answer yet can't be continued"
+    assert ended(s, id)["usage"]["output_tokens"] == 200
+
+
+def test_many_at_once_are_what_they_are_alone(shared):
+    prompts = [f"what is {i}? " + "so " * (i % 5) for i in range(40)]
+    ask = lambda p, i: dict(input=p, background=True, service_tier=["auto", "flex"][i % 2], **HOLD)
+    ids = [shared.web.post(URL, json=ask(p, i)).json()["id"] for i, p in enumerate(prompts)]
+    for p, id in zip(prompts, ids):
+        want = chat_of(shared, [dict(role="user", content=p)])[0]["message"]["content"]
+        assert text_of(ended(shared, id)) == want
+
+
+def test_cancel_while_it_runs_and_before(s):
+    with paused_after(s.llm, 5):
+        ask = dict(input="Hello", background=True, **LONG)
+        ids = [s.web.post(URL, json=ask).json()["id"] for _ in range(20)]
+        until(lambda: s.llm.paused)
+        got = [s.web.post(f"{URL}/{id}/cancel").json() for id in ids]
+        assert {checked(r)["status"] for r in got} == {"cancelled"}
+    assert [fetched(s, id)["status"] for id in ids] == ["cancelled"] * 20
+    until(lambda: s.llm.stats().running == 0 and not s.api.responses.running)
+    after = s.web.post(URL, json=dict(input="Hello", background=True, **HOLD)).json()
+    assert ended(s, after["id"])["status"] == "incomplete", "others go on"
+
+
+def test_deleted_while_it_runs(s):
+    with paused_after(s.llm, 5):
+        id = s.web.post(URL, json=dict(input="Hello", background=True, **LONG)).json()["id"]
+        until(lambda: s.llm.paused)
+        assert s.web.delete(f"{URL}/{id}").json()["deleted"] is True
+    until(lambda: s.llm.stats().running == 0)
+    assert fetched(s, id) == "not_found"
+
+
+def test_only_background_can_be_cancelled(shared):
+    id = whole(shared, input="Hello", **HOLD)["id"]
+    assert shared.web.post(f"{URL}/{id}/cancel").status_code == 400
+
+
+def test_one_that_can_not_run_fails(shared):
+    r = shared.web.post(URL, json=dict(input="x" * 3000, background=True))
+    failed = ended(shared, r.json()["id"])
+    assert failed["status"] == "failed" and failed["error"]["code"] == "invalid_prompt"
+    assert failed["error"]["message"].startswith("the prompt has")
+
+
+def test_flex_makes_way(s):
+    "A response of the service tier flex has the low priority of batches."
+    seen = {}
+
+    def watch(*_):
+        seen.update({r.priority: r.preemptible for g in s.llm.groups.values() for r in g.requests})
+
+    s.llm.watchers.append(watch)
+    ids = [
+        s.web.post(URL, json=dict(input="Hello", background=True, **more, **HOLD)).json()["id"]
+        for more in (dict(service_tier="flex"), {}, dict(priority=7))
+    ]
+    done = [ended(s, id) for id in ids]
+    assert [r["service_tier"] for r in done] == ["flex", "default", "default"]
+    assert seen == {PRIORITY: True, 0: False, 7: False}
+
+
+def test_a_table_that_can_not_be_written_for_a_while(s, monkeypatch):
+    from batchlab.serve import responses
+
+    real, tries = responses.write_ended, []
+
+    def fail(*args):
+        tries.append(1)
+        return full_database() if len(tries) == 1 else real(*args)
+
+    monkeypatch.setattr(responses, "write_ended", fail)
+    id = s.web.post(URL, json=dict(input="Hello", background=True, **HOLD)).json()["id"]
+    assert ended(s, id)["status"] == "incomplete" and len(tries) == 2
+
+
+FIELDS = dict(
+    background=st.booleans(),
+    previous_response_id=st.sampled_from(["resp_1", "\ud800", ""]),
+    store=st.booleans(),
+    priority=st.sampled_from([0, -1, 10**30, -(10**30), 1.5]),
+    service_tier=st.sampled_from(["flex", "auto", "x"]),
+    metadata=st.just({"\ud800": "\ud800"}),
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[*HealthCheck])
+@given(body=BODY, more=st.fixed_dictionaries({}, optional=FIELDS))
+def test_whatever_is_sent_is_answered_or_refused(shared, body, more):
+    r = shared.web.post(URL, content=json.dumps(body | dict(max_output_tokens=2) | more).encode())
+    assert r.status_code < 500, (body, more, r.text)
+    if r.status_code == 200 and not body.get("stream"):
+        got = checked(r.json())
+        assert (
+            got["status"] in (*OVER, "queued") and (got["status"] == "queued") == got["background"]
+        )
+        if got["store"]:
+            ended(shared, got["id"])
+
+
+# Killed
+
+PROMPTS = [f"what is {i}? " + "please " * (i % 7) for i in range(60)]
+
+
+def body_of(i):
+    more = dict(service_tier="flex") if i % 2 else {}
+    bad = dict(input="x" * 5000) if i % 20 == 7 else {}
+    most = 4 + i % 30
+    return dict(input=PROMPTS[i], temperature=0, max_output_tokens=most, **more) | bad
+
+
+def serve(folder, longer):
+    "A server in a process of its own, without HTTP, that is to be killed. It queues what is not queued yet, and ends when all have."
+    store = BatchStore(folder)
+    runner = ResponseRunner(store, test_batches.model(num_hidden_layers=1), "tiny").start()
+    print("runs", flush=True)
+    known = {id for (id,) in store.rows("select id from responses")}
+    for i in range(len(PROMPTS)):
+        if f"resp_{i}" not in known:
+            asked = request_of(read_response(body_of(i) | dict(background=True)), kept=True)
+            create_response(runner, asked, "tiny", str(i))
+    while store.rows("select 1 from responses where waits limit 1"):
+        time.sleep(0.005)
+
+
+def over(folder):
+    "How many responses have ended, as another process sees it."
+    import sqlite3
+
+    try:
+        with sqlite3.connect(f"file:{folder / 'state.sqlite'}?mode=ro", uri=True) as db:
+            return db.execute("select count(*) from responses where not waits").fetchone()[0]
+    except sqlite3.Error:
+        return 0
+
+
+def results_in(folder):
+    store = BatchStore(folder)
+    rows = store.rows("select id, waits, response from responses")
+    store.close()
+    found = {}
+    for id, waits, text in rows:
+        r = checked(json.loads(text))
+        assert not waits and r["status"] in OVER
+        used = {k: v for k, v in r.get("usage", {}).items() if "details" not in k}
+        found[id] = r["status"], text_of(r), used, r["error"]
+    return found
+
+
+@posix
+def test_killed_at_random_moments(tmp_path):
+    "Each response ends once, as in a calm run, wherever the process is killed."
+    calm, killed, rng, inside = tmp_path / "calm", tmp_path / "killed", random.Random(3), 0
+    with Forks(script=__file__) as forks:
+        forks.start(calm)
+        assert forks.end() == 0
+        firsts = {}
+        for _ in range(5):
+            done, more = over(killed), rng.randrange(1, 24)
+            forks.start(killed)
+            while not forks.ended() and over(killed) < min(done + more, len(PROMPTS)):
+                time.sleep(0.001)
+            forks.kill()
+            inside += over(killed) < len(PROMPTS)
+            firsts |= {k: v for k, v in ended_in(killed).items() if k not in firsts}
+        forks.start(killed)
+        assert forks.end() == 0
+    want = results_in(calm)
+    assert len(want) == len(PROMPTS) and results_in(killed) == want and inside >= 2
+    last = ended_in(killed)
+    assert firsts == {k: last[k] for k in firsts}, "what had ended was not run again"
+    assert {v[0] for v in want.values()} >= {"incomplete", "failed"}
+
+
+def ended_in(folder):
+    "The responses that have ended, as they are written."
+    import sqlite3
+
+    with sqlite3.connect(folder / "state.sqlite") as db:
+        return dict(db.execute("select id, response from responses where not waits"))
+
+
+if __name__ == "__main__":
+    test_batches.serve = serve
+    test_batches.template()
