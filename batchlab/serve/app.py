@@ -27,6 +27,9 @@ from .routes import batch_router
 from .batches import BatchRunner
 from .responses import ResponseRunner, create_response, keep_response, on_disk
 from .responses import request_for, response_router
+from .messages import PING, MessageParts, MessageRequest, event_bytes, is_messages
+from .messages import message_body, message_error, model_info, model_page
+from .messages import parse_count, parse_messages
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Parts, Talk, about
 from ..jobs.schema import as_messages, at_fault, choice_of, echoed, error_body, head_of
@@ -73,12 +76,14 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(_dumps(body), status, headers, "application/json")
 
 
-def error_response(e: BadRequest, close: bool = False) -> Response:
-    """The API's error object, with what its status wants in the headers. `close`: the connection
-    ends with it."""
-    status, body = error_body(str(e), e.code, e.param)
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    if status in (429, 503):
+def error_response(e: BadRequest, close: bool = False, path: str = "") -> Response:
+    """The error object of the API that `path` belongs to, with what its status wants in the
+    headers. `close`: the connection ends with it."""
+    own = is_messages(path)
+    status, body = message_error(e) if own else error_body(str(e), e.code, e.param)
+    headers = {"request-id": body["request_id"]} if own else {}
+    headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if status in (429, 503, 529):
         headers["Retry-After"] = str(e.retry_after)
     if close or status in (408, 413):
         headers["Connection"] = "close"
@@ -94,7 +99,7 @@ def logged(e: BadRequest) -> str:
 async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -> None:
     "Answer with the error `e`, and let the log say so. `close`: the connection ends with it."
     scope["said"] = logged(e)
-    await error_response(e, close)(scope, UNREAD, send)
+    await error_response(e, close, scope["path"])(scope, UNREAD, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-1
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
@@ -106,6 +111,8 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     why = "see /v1/models and /v1/chat/completions; a base_url ends in /v1, once, and in no slash"
     if kind in ("files", "batches", "responses"):
         why = "start it with --data FOLDER; no id has a slash"
+    if is_messages(path):
+        why = "see /v1/messages and /v1/messages/count_tokens; Claude's clients add /v1 to the base URL"
     return BadRequest(f"{path} is not served here: {why}", "not_found")
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-2
@@ -187,7 +194,7 @@ class Answer(Response):
     def __init__(self, api: ChatRoutes, asked: Any) -> None:
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
         self.model = api.adapter_of(asked.model) or api.name
-        self.begun = False
+        self.begun, self.pulse = False, b": keep-alive\n\n"
 
     async def make(self, send: Send) -> dict[str, Any]:
         raise NotImplementedError
@@ -302,7 +309,7 @@ class StreamedAnswer(TextAnswer):
         while True:
             await asyncio.sleep(self.sent + every - clock())
             if clock() - self.sent >= every:
-                await self._send(send, b": keep-alive\n\n")
+                await self._send(send, self.pulse)
 
     def new_parts(self) -> Parts:
         a, p = self.asked, self.asked.params
@@ -343,6 +350,54 @@ class StreamedAnswer(TextAnswer):
         self.scope["said"] = logged(e)
         error = _dumps(error_body(str(e), e.code, e.param)[1])
         await self._send(send, f"data: {error}\n\ndata: [DONE]\n\n".encode(), last=True)
+
+# %% ../../nbs/7_serve/49_server.ipynb #srv22msgb
+class MessageAnswer(TextAnswer):
+    "The answer to a `MessageRequest`, whole."
+
+    asked: MessageRequest
+
+    def named(self, send: Send) -> Send:
+        "`send`, which adds the id of the request to the headers."
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = b"request-id", f"req_{self.name}".encode()
+                message = {**message, "headers": [*message["headers"], own]}
+            await send(message)
+
+        return sent
+
+    async def make(self, send: Send) -> dict[str, Any]:
+        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
+            [out] = [o async for _, o in outputs]
+        body = message_body(self.asked, out, self.name, self.model)
+        await json_response(body)(self.scope, UNREAD, self.named(send))
+        return self.usage([out])
+
+
+class StreamedMessage(StreamedAnswer, MessageAnswer):
+    "The answer to a `MessageRequest` in events."
+
+    async def make(self, send: Send) -> dict[str, Any]:
+        return await super().make(self.named(send))
+
+    async def _parts(self, send: Send) -> dict[str, Any]:
+        parts, out = MessageParts(self.asked, self.name, self.model), None
+        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
+            async for _, out in outputs:
+                if new := parts.since(out):
+                    await self._send(send, new)
+                self.pulse = PING
+        assert out
+        await self._send(send, parts.end(out), last=True)
+        return self.usage([out])
+
+    async def _end(self, send: Send, e: BadRequest) -> None:
+        if not self.begun:
+            return await refuse(e, self.scope, send)
+        self.scope["said"] = logged(e)
+        await self._send(send, event_bytes(message_error(e)[1]), last=True)
 
 # %% ../../nbs/7_serve/49_server.ipynb #c37ac9a1
 def new_head(answer: Answer) -> dict[str, Any]:
@@ -769,6 +824,39 @@ class Api(ChatRoutes):
         self.check_model(asked.model)
         return PooledAnswer(self, asked)
 
+# %% ../../nbs/7_serve/49_server.ipynb #srv41msgs
+class EveryApi(Api):
+    "All endpoints of a model, with those of the Messages API."
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
+        message = partial(parse_messages, parse=parse_chat)
+        count = partial(parse_count, parse=parse_chat)
+        return [
+            *super().routes(),
+            ("POST", "/v1/messages", message, self.message),
+            ("POST", "/v1/messages/count_tokens", count, self.count_tokens),
+        ]
+
+    async def message(self, asked: MessageRequest) -> Response:
+        "The endpoint of messages."
+        await self.ready(asked)
+        return (StreamedMessage if asked.stream else MessageAnswer)(self, asked)
+
+    async def count_tokens(self, asked: MessageRequest) -> dict[str, Any]:
+        "How many tokens the prompt of a message has."
+        await self.ready(asked)
+        llm, [talk] = self.llm.llm, asked.prompts
+        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
+        return dict(input_tokens=len(await self._in_queuer(work, talk)))
+
+    async def models(self, request: Request) -> dict[str, Any]:
+        page = await super().models(request)
+        return model_page(page["data"]) if "anthropic-version" in request.headers else page
+
+    async def model(self, request: Request) -> dict[str, Any]:
+        card = await super().model(request)
+        return model_info(card) if "anthropic-version" in request.headers else card
+
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051
 PATIENCE = 30.0  # seconds for a client to send what it has begun
 OPEN = {"/", "/health", "/version", "/metrics"}  # what / has is no secret, see `serve.page`
@@ -793,15 +881,19 @@ def key_check(key: str) -> Check:
     "Refuse requests without the API `key`, whose digest is kept and compared in constant time."
     digest = hashlib.sha256(key.encode()).digest()
 
-    def check(scope: Scope) -> BadRequest | None:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    def same(given: str) -> bool:
         found = hashlib.sha256(given.strip().encode("latin-1")).digest()
-        if hmac.compare_digest(found, digest) and scheme.lower() == "bearer":
+        return hmac.compare_digest(found, digest)
+
+    def check(scope: Scope) -> BadRequest | None:
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if same(given) and scheme.lower() == "bearer" or same(headers.get("x-api-key", "")):
             return None
         if scope["path"] in OPEN:
             return None
         return BadRequest(
-            "the API key is missing or wrong: send it as Authorization: Bearer KEY",
+            "the API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key: KEY",
             "invalid_api_key",
         )
 
@@ -975,7 +1067,7 @@ async def _lifespan(api: Api, batches: BatchRunner | None, _: FastAPI) -> AsyncI
 # %% ../../nbs/7_serve/49_server.ipynb #e397b3da
 async def _bad_request(request: Request, e: Any) -> Response:
     request.scope["said"] = logged(e)
-    return error_response(e)
+    return error_response(e, path=request.scope["path"])
 
 
 async def _http_error(request: Request, e: Any) -> Response:
@@ -1007,9 +1099,8 @@ async def _left(request: Request, e: Any) -> Response:
 
 
 async def _broken(request: Request, e: Any) -> Response:
-    return error_response(
-        BadRequest("the server failed to answer this request: its log says why", "server_error")
-    )
+    why = "the server failed to answer this request: its log says why"
+    return error_response(BadRequest(why, "server_error"), path=request.scope["path"])
 
 
 _HANDLERS: dict[type[Exception], Any] = {
@@ -1060,7 +1151,7 @@ def create_app(
     names: Collection[str] | None = None,
     origins: Collection[str] = (),
 ) -> FastAPI:
-    """An ASGI application that serves `llm` as OpenAI's API. `name`: what the model is called,
+    """An ASGI application that serves `llm` as OpenAI's API and the Messages API. `name`: what the model is called,
     `others`: further names for it.
 
     `api_key`: what clients must send. `max_pending`: choices under way, beyond which requests
@@ -1078,7 +1169,7 @@ def create_app(
     as the model is."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
     name, max_pending = name or name_of(llm.llm.model), max_pending or llm.max_pending
-    api = Api(llm, name, max_pending, others, keep_alive)
+    api = EveryApi(llm, name, max_pending, others, keep_alive)
     check_modules(llm.llm, api.names)
     app = FastAPI(
         title="batchlab",
@@ -1129,7 +1220,7 @@ async def crowded(api: Api, scope: Scope, receive: Receive, send: Send) -> None:
     "An ASGI application, but for `api`, that answers where there is no room for the connection."
     why = "the server has as many connections as it can hold: try again later"
     e = BadRequest(why, "unavailable", None, api.turnover.retry_after())
-    await error_response(e, close=True)(scope, receive, send)
+    await error_response(e, True, scope["path"])(scope, receive, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-1
 def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
