@@ -21,6 +21,7 @@ ASK = dict(model="tiny", max_tokens=12, messages=TALK, temperature=0)
 NOW = dict(type="tool_use", id="toolu_1", name="now", input=dict(zone="UTC"))
 CALLED = [*TALK, dict(role="assistant", content=[dict(type="text", text="Let me see."), NOW])]
 RESULT = dict(type="tool_result", tool_use_id="toolu_1", content="5:12")
+ENABLED = dict(type="enabled", budget_tokens=1)
 TOOLS = [
     dict(
         name="weather",
@@ -115,6 +116,8 @@ def read(sent):
                 match e["delta"], blocks[-1]:
                     case {"type": "text_delta", "text": new}, {"type": "text"}:
                         blocks[-1]["text"] += new
+                    case {"type": "thinking_delta", "thinking": new}, {"type": "thinking"}:
+                        blocks[-1]["thinking"] += new
                     case {"type": "input_json_delta", "partial_json": new}, {"type": "tool_use"}:
                         said += new
                     case other:
@@ -248,6 +251,24 @@ def test_thoughts_and_marks_of_the_cache_do_not_reach_the_prompt(web):
     more = [TALK[0], assistant([*thoughts, *text("Hi!")]), user([text("Well?")[0] | mark])]
     one, other = (post(web, COUNT, model="tiny", messages=m) for m in (talk, more))
     assert one == other
+
+
+def test_what_a_model_thinks_is_a_block_before_the_answer():
+    from test_thinking import TALK as HI, llm
+
+    body = dict(model="tiny", max_tokens=24, temperature=0, messages=HI)
+    with serving(llm=llm.__wrapped__()) as s, httpx.Client(base_url=s.url, timeout=100) as web:
+        whole, short = post(web, **body), post(web, **body, thinking=ENABLED)
+        assert whole["content"] == [
+            dict(type="thinking", thinking="ab c", signature=""),
+            *text("xyz"),
+        ]
+        assert [b["type"] for b in short["content"]] == ["thinking", "text"]
+        assert len(short["content"][0]["thinking"]) < len("ab c")
+        streamed = read(web.post(MESSAGES, json=body | dict(stream=True)).text)
+        assert same_but_ids(streamed) == same_but_ids(whole)
+        again = dict(messages=[*HI, assistant(whole["content"]), user("And?")])
+        assert post(web, COUNT, model="tiny", **again)["input_tokens"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

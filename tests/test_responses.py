@@ -389,6 +389,22 @@ def test_thoughts_are_an_item_of_their_own():
     assert got["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
 
 
+def test_what_a_model_thinks_is_an_item_before_the_answer():
+    from test_thinking import TALK, llm
+
+    with serving(llm=llm.__wrapped__()) as s, client_of(s, strict=True) as client:
+        asked = dict(model="tiny", input=TALK, temperature=0, max_output_tokens=24)
+        whole = client.responses.create(**asked)
+        thought, answer = whole.output
+        assert [c.text for c in thought.content] == ["ab c"] and whole.output_text == "xyz"
+        assert whole.usage.output_tokens_details.reasoning_tokens == len("ab c") + 2
+        with client.responses.stream(**asked) as events:
+            kinds = [e.type for e in events]
+            got = events.get_final_response()
+        assert "response.reasoning_text.delta" in kinds and got.output_text == "xyz"
+        assert [c.text for c in got.output[0].content] == ["ab c"]
+
+
 def test_who_hangs_up_is_cancelled(s):
     with httpx.Client(base_url=s.url, timeout=100) as web:
         body = dict(input="Hello", max_output_tokens=200, stream=True, ignore_eos=True)

@@ -408,14 +408,14 @@ class MessageBlocks:
         self.content: list[dict[str, Any]] = []
         self.open, self.arguments = False, ""
 
-    def add(self, text: str, last: bool) -> list[Event]:
-        "The events of the next piece of text, which may be the `last`."
+    def add(self, text: str, last: bool, thought: str = "") -> list[Event]:
+        "The events of the next pieces of `thought` and of text, which may be the `last`."
         deltas = [dict[str, Any](content=text)]
         if self.parser:
             deltas = self.parser.feed(text) + (self.parser.close() if last else [])
-        events = list[Event]()
+        events = self._text(thought, "thinking")
         for d in deltas:
-            events += self._text(d.get("content") or "")
+            events += self._text(d.get("content") or "", "text")
             for call in d.get("tool_calls") or ():
                 events += self._call(call)
         return events + (self._stop() if last else [])
@@ -437,14 +437,15 @@ class MessageBlocks:
         self.open = False
         return [dict(type="content_block_stop", index=len(self.content) - 1)]
 
-    def _text(self, text: str) -> list[Event]:
+    def _text(self, text: str, kind: str) -> list[Event]:
         if not text:
             return []
         events = list[Event]()
-        if not self.open or self.content[-1]["type"] != "text":
-            events = self._start(dict(type="text", text=""))
-        self.content[-1]["text"] += text
-        return events + self._delta(type="text_delta", text=text)
+        if not self.open or self.content[-1]["type"] != kind:
+            signed = dict(signature="") if kind == "thinking" else {}  # which nothing checks here
+            events = self._start({"type": kind, kind: ""} | signed)
+        self.content[-1][kind] += text
+        return events + self._delta(**{"type": f"{kind}_delta", kind: text})
 
     def _call(self, call: dict[str, Any]) -> list[Event]:
         events, function = list[Event](), call["function"]
@@ -492,7 +493,7 @@ def message_head(name: str, model: str) -> dict[str, Any]:
 def message_body(asked: MessageRequest, out: RequestOutput, name: str, model: str) -> Event:
     "The whole answer `out` to `asked`, of the model called `model`, as a message."
     blocks = MessageBlocks(asked, name)
-    blocks.add(out.outputs[0].text, True)
+    blocks.add(out.outputs[0].text, True, out.outputs[0].reasoning or "")
     usage = usage_of_message(out) | dict(service_tier="standard")
     end = end_of(out, blocks, asked.params.max_tokens)
     return message_head(name, model) | dict(content=blocks.content) | end | dict(usage=usage)
@@ -513,7 +514,7 @@ class MessageParts:
 
     def __init__(self, asked: MessageRequest, name: str, model: str) -> None:
         self.asked, self.head = asked, message_head(name, model)
-        self.blocks, self.chars = MessageBlocks(asked, name), 0
+        self.blocks, self.chars, self.thought = MessageBlocks(asked, name), 0, 0
         self.begun = self.pinged = False
 
     def since(self, out: RequestOutput) -> bytes:
@@ -524,8 +525,9 @@ class MessageParts:
             usage = usage_of_message(out) | dict(service_tier="standard")
             message = self.head | none | dict(usage=usage)
             sent, self.begun = event_bytes(dict(type="message_start", message=message)), True
-        events = self.blocks.add(c.text[self.chars :], c.finish_reason is not None)
-        self.chars = len(c.text)
+        text, thought = c.text[self.chars :], (c.reasoning or "")[self.thought :]
+        events = self.blocks.add(text, c.finish_reason is not None, thought)
+        self.chars, self.thought = len(c.text), len(c.reasoning or "")
         if events and not self.pinged:
             self.pinged = True
             return sent + event_bytes(events[0]) + PING + event_bytes(*events[1:])
