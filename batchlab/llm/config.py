@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling',
-           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory', 'Limits',
-           'fit_context', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count',
-           'check_counts', 'weights_digest', 'model_state']
+__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model',
+           'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory',
+           'Limits', 'fit_context', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization',
+           'check_count', 'check_counts', 'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -402,10 +402,14 @@ def check_compile(x: bool | str) -> bool | str:
     raise ParamError(f"compile must be 'auto', True or False, got {x!r}", field="compile")
 
 
+QUANTIZATIONS = "int8", "w4a8"
+
+
 def check_quantization(x: object, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
-    if x not in (None, "int8"):
-        raise ParamError(f"quantization must be None or 'int8', got {x!r}", field="quantization")
+    if x not in (None, *QUANTIZATIONS):
+        known = " or ".join(map(repr, QUANTIZATIONS))
+        raise ParamError(f"quantization must be None, {known}, got {x!r}", field="quantization")
     if x and strategy != "continuous":
         raise ParamError(
             "{asked} needs {needed}, got {strategy!r}",
