@@ -72,10 +72,10 @@ class WeightPacker:
         self.kernels, self.own, self.linear, self.nbytes = kernels, own, linear, 0
         self.memory, self.files = HugePages(), mapped_files() if own else []
 
-    def join(self, modules: list[Any], layer: Any = None) -> Any:
+    def join(self, modules: list[Any], layer: Any = None, make: MakeLinear | None = None) -> Any:
         """One module for linear `modules` of the same input, which slices of it replace in
-        `layer` if the weights are given up."""
-        joined = self.linear(
+        `layer` if the weights are given up. `make`: what is made of them, if not `linear`."""
+        joined = (make or self.linear)(
             *map(as_linear, modules), kernels=self.kernels, empty=self.memory.empty
         )
         self.nbytes += joined.nbytes
@@ -212,7 +212,8 @@ class FusedWeights:
         self.layers, self.kept = describe_layers(
             model, family, self.specs, self.modules, self.experts, self.rotations
         )
-        self.head = None if head_of(model) is None else packer.join([model.lm_head])
+        make = getattr(linear, "head", linear)
+        self.head = None if head_of(model) is None else packer.join([model.lm_head], make=make)
         self.embedding = FusedEmbedding(model, packer)
         self._describe_end(self.layers[len(self.modules)])
         self.outside, self.nbytes = parts_outside(self.layers), packer.nbytes

@@ -192,40 +192,48 @@ static void quads_product(const T* x, const Panel* panels, const T* bias, T* out
 }
 EXPORT(quads_product)
 
-// Weights as numbers from -8 to 7, and scales of groups of 32. rows: where each of N rows of K numbers lies
+// Weights as numbers from 0 to 15, scales and offsets of groups of 32. rows: where each of N rows of K numbers lies
 template <class T>
-static void quantize_groups(const i64* rows, int8_t* numbers, float* scales, i64 N, i64 K) {
+static void quantize_groups(const i64* rows, int8_t* numbers, float* scales, float* offsets, i64 N, i64 K) {
     typedef int8_t vc __attribute__((vector_size(W)));
     constexpr int V = 32 / W;
     const float shift = 12582912.f;
 #pragma omp parallel for schedule(dynamic, 16)
     for (i64 r = 0; r < N; r++)
         for (i64 g = 0; g < K / 32; g++) {
-            vf v[V], odd = {};
-            float top = 0, best = 0, scale = 0, chosen = 0;  // top: the number of the largest magnitude
+            vf v[V], low = all(INFINITY), high = all(-INFINITY), totals = {}, q[V];
             for (int j = 0; j < V; j++) {
-                v[j] = load((const T*)rows[r] + 32 * g + j * W), odd += v[j] - v[j];
-                for (int i = 0; i < W; i++) top = std::abs(v[j][i]) > std::abs(top) ? v[j][i] : top;
+                v[j] = load((const T*)rows[r] + 32 * g + j * W), totals += v[j];
+                low = v[j] < low ? v[j] : low, high = v[j] > high ? v[j] : high;
             }
-            const auto rounded = [&](int j, float factor) {
-                const vf y = v[j] * factor + shift - shift;
-                return y < -8.f ? all(-8.f) : y > 7.f ? all(7.f) : y;
-            };
-            for (int i = -9; i < 10 && std::abs(top) > 1e-30f; i++) {
-                const float factor = (-8 - .1f * i) / top;
-                vf both = {}, squares = {};
+            const float least = -most(-low), total = sum(totals), width = most(high) - least;
+            float best = INFINITY, factor = 0, scale = 0, offset = total / 32;  // of numbers that are all the same
+            const auto round = [&](float f) {
                 for (int j = 0; j < V; j++) {
-                    const vf q = rounded(j, factor);
-                    both += q * v[j], squares += q * q;
+                    const vf y = (v[j] - least) * f + shift - shift;
+                    q[j] = y > 15.f ? all(15.f) : y;
                 }
-                const float a = sum(both), b = sum(squares);
-                if (b > 0 && a * a > best * b) best = a * a / b, scale = a / b, chosen = factor;
+            };
+            for (int i = 0; i <= 20 && width > 1e-30f; i++) {
+                round((14 + .1f * i) / width);
+                vf ones = {}, squares = {}, both = {}, errors = {};
+                for (int j = 0; j < V; j++) ones += q[j], squares += q[j] * q[j], both += q[j] * v[j];
+                const float n = sum(ones), nn = sum(squares), nv = sum(both), d = 32 * nn - n * n;
+                if (!(d > 0)) continue;
+                const float a = (32 * nv - n * total) / d, b = (nn * total - n * nv) / d;
+                for (int j = 0; j < V; j++) {
+                    const vf e = q[j] * a + b - v[j];
+                    errors += e * e;
+                }
+                if (sum(errors) < best) best = sum(errors), factor = (14 + .1f * i) / width, scale = a, offset = b;
             }
+            round(factor);
             for (int j = 0; j < V; j++) {
-                const vc q = __builtin_convertvector(__builtin_convertvector(rounded(j, chosen), vi), vc);
-                memcpy(numbers + r * K + 32 * g + j * W, &q, W);
+                const vc c = __builtin_convertvector(__builtin_convertvector(q[j], vi), vc);
+                memcpy(numbers + r * K + 32 * g + j * W, &c, W);
             }
-            scales[r * (K / 32) + g] = scale + sum(odd);
+            scales[r * (K / 32) + g] = scale,
+                                  offsets[r * (K / 32) + g] = offset + (total - total);  // NaN if a weight is not finite
         }
 }
 EXPORT(quantize_groups)
