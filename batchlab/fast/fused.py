@@ -529,7 +529,7 @@ def fuse(
         return Fused(model, kernels, own, linear, tried_specs)
 
 # %% ../../nbs/4_fast/25_fused.ipynb #78beffd8
-QUANTIZED: dict[str | None, MakeLinear] = dict(int8=Int8Linear, w4a8=W4A8Linear)
+QUANTIZED: dict[str, MakeLinear] = dict(int8=Int8Linear, w4a8=W4A8Linear)
 
 
 def choose_linear(
@@ -540,7 +540,7 @@ def choose_linear(
     `options.own`: its weights are given up for packed ones. `options.room`: else bytes that
     packed ones may take beside them, None for any number; where there is less room it is `own`.
     `options.quantization`: a key of `QUANTIZED`."""
-    if make := QUANTIZED.get(options.quantization):
+    if make := QUANTIZED.get(options.quantization or ""):
         return make, ""
     if options.quantization:
         raise Unavailable(f"packed layers know no quantization {options.quantization!r}")

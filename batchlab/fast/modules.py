@@ -271,13 +271,10 @@ def module_like(
         if make is None or make is StandIn:
             return StandIn(module)
         if kind == "experts":
-            make = getattr(make, "experts", make)
-            return experts_like(module, args, kernels, make, memory)
-        if "router" in name.split(".") or name.endswith("gate"):
-            make = PackedLinear
-        elif name == "lm_head":
-            make = getattr(make, "head", make)
-        return linear_like(module, x, kernels, make, memory)
+            return experts_like(module, args, kernels, getattr(make, "experts", make), memory)
+        routes = "router" in name.split(".") or name.endswith("gate")
+        last = getattr(make, "head", make) if name == "lm_head" else make
+        return linear_like(module, x, kernels, PackedLinear if routes else last, memory)
     except (Unavailable, AttributeError, TypeError, ValueError, RuntimeError):
         return None  # it is not what it looked like
 

@@ -50,8 +50,11 @@ def model_and_tokenizer(
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype | None,
     device: str | torch.device | None,
+    exact: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    "What `LLM` was given, as `(model, tokenizer or None)`. Raises `ModelError`, `ParamError`."
+    """What `LLM` was given, as `(model, tokenizer or None)`. `exact`: weights stay in the groups of
+    a file only where products have the bits of those by plain numbers. Raises `ModelError`,
+    `ParamError`."""
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -62,7 +65,7 @@ def model_and_tokenizer(
         )
     if model is None or isinstance(model, (str, os.PathLike)):
         name = model if model is None else str(model)
-        model, own = load_model(name, dtype=dtype, device=device, grouped=True)
+        model, own = load_model(name, dtype=dtype, device=device, grouped=True, exact=exact)
         return model, own if tokenizer is None else tokenizer
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ParamError(
