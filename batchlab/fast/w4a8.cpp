@@ -1,4 +1,4 @@
-// 4-bit weights times activations in 8 bits. Made from the cells of nbs/4_fast/27_w4a8.ipynb by .ci/cpp: edit the notebook.
+// 4-bit weights times activations in 8 bits. Made from the cells of nbs/4_fast/23b_w4a8.ipynb by .ci/cpp: edit the notebook.
 #include "int8_kernels.cpp"
 
 // Where number k of output o is among the numbers of a group, counted in bits / 8 bytes
