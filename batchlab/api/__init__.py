@@ -384,8 +384,8 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
     KV of earlier requests with the same beginning.
 
     `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False;
-    `backend` says what came of it. `quantization`: None or 'int8', see chapter 22 for what it
-    costs. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in
+    `backend` says what came of it. `quantization`: None, 'int8' or 'w4a8', see chapters 22 and
+    23b for what they cost. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in
     the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share one).
 
     `logprobs_mode`: what `logprobs` are of, for requests that don't say: 'raw_logprobs' of what

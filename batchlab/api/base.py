@@ -152,8 +152,9 @@ class LoadedModel(ModelState):
     ) -> None:
         "Take a model, or load the one of that name. Raises `ModelError`, `ParamError`."
         self.own = not isinstance(model, torch.nn.Module)
-        self.source = model if self.own else None, tokenizer, dtype, device
-        self.model, own = model_and_tokenizer(model, tokenizer, dtype, device)
+        exact = self.quantization != "w4a8"  # which rounds activations anyway
+        self.source = model if self.own else None, tokenizer, dtype, device, exact
+        self.model, own = model_and_tokenizer(model, tokenizer, dtype, device, exact)
         self.tokenizer = with_template(own, template)
         if self.tokenizer is not None and self.tokenizer is not tokenizer:
             hush(self.tokenizer)  # no object of the caller's
@@ -427,7 +428,7 @@ class LLMBase(Lifetime):
         # most memory for keys and values, such as 2GB (default: 70% of what is free)
         kv_cache_bytes: int | None = None,
         compile: bool | str = "auto",  # run on compiled kernels where possible
-        # compute with weights and activations in 8 bits: faster, and a little less exact
+        # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of

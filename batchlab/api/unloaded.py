@@ -25,7 +25,7 @@ from ..models.load import load_outline, load_tokenizer, resolve_device
 from ..tasks.pooling import Pooler
 
 # %% auto #0
-__all__ = ['ALONE', 'shapes_of', 'int8_bytes', 'stand_in', 'UnloadedLLM', 'limits_of']
+__all__ = ['ALONE', 'shapes_of', 'quantized_bytes', 'stand_in', 'UnloadedLLM', 'limits_of']
 
 # %% ../../nbs/2_core/unloaded.ipynb #6161a5c0
 def shapes_of(model: PreTrainedModel) -> list[Shape]:
@@ -40,11 +40,18 @@ def shapes_of(model: PreTrainedModel) -> list[Shape]:
         return [(heads, size, size)] * c.num_hidden_layers
 
 
-def int8_bytes(model: PreTrainedModel) -> int:
-    "Bytes of the weights of `model` with those of linear layers in 8 bits, and a scale a row."
+def quantized_bytes(model: PreTrainedModel, quantization: str) -> int:
+    """Bytes of the weights of `model` with those of linear layers in 8 bits and a scale a row, or,
+    in 'w4a8', in 4 bits with a scale and an offset for each 32, and the head in 8 bits."""
     shared = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     linear = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear)}
-    packed = sum(w.numel() + 4 * len(w) for w in linear.values())
+    head = getattr(model, "lm_head", None)
+    packed = 0
+    for i, w in linear.items():
+        if quantization == "int8":
+            packed += w.numel() + 4 * len(w)
+        else:
+            packed += w.numel() * (34 if head is not None and i == id(head.weight) else 20) // 32
     gone = sum(w.nbytes for i, w in linear.items() if i not in shared)
     return sum(p.nbytes for p in model.parameters()) - gone + packed
 
@@ -112,7 +119,7 @@ class UnloadedLLM(LLM):
     @property
     def weights_bytes(self) -> int:
         if self.quantization:
-            return int8_bytes(self.model)
+            return quantized_bytes(self.model, self.quantization)
         return sum(p.nbytes for p in self.model.parameters())
 
     def prepare(self) -> None:

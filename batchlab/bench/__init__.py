@@ -22,6 +22,7 @@ from . import peers
 from .shapes import SHAPES, gguf_of, int8_of, shape_folder
 from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
 from ..jobs.fields import JobInput
+from ..llm.config import QUANTIZATIONS
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..view import drawing
@@ -305,15 +306,15 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     )
     dtypes = dict(default="bf16", choices=("fp32", "bf16", "fp16", "auto"))
     add("dtype", "number format that all compute in (default: bf16)", **dtypes)
-    bits = "with --profile, --sweep, --memory or --bandwidth: weights of the model in 8 bits"
-    add("quantization", bits, choices=("int8",))
+    bits = "with --profile, --sweep, --memory or --bandwidth: weights of the model in 8 or 4 bits"
+    add("quantization", bits, choices=QUANTIZATIONS)
     add("device", "where to run: auto, cpu or cuda (default: auto)", default="auto")
     kinds = dict(default=list(WORKLOADS), choices=WORKLOADS)
     add("workloads", "kinds of requests (default: all)", nargs="+", **kinds)
     engines = (
         f"engines to compare, of {', '.join(CONTENDERS)}; ratios are to the first "
         "(default: all but hf-loop; with --busy batchlab and hf-static); batchlab and "
-        "vllm take quantization=int8, llamacpp and openvino quantization=q8_0 or q4_0"
+        "vllm take quantization=int8, batchlab also w4a8, llamacpp and openvino quantization=q8_0 or q4_0"
     )
     add("contenders", engines, nargs="+", metavar="NAME[:OPTION=VALUE,…]")
     own = "with --profile: measure the first requests of this file, not workloads"

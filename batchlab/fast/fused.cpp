@@ -10,8 +10,9 @@ static void linear(const Linear& l, const T* x, T* out, i64 rows, const Step& st
         shared::bytes_product((const uint8_t*)bytes, step.byte_steps, (const int8_t*)l.weight, l.start, l.scales,
                               (const float*)l.bias, out, rows, l.outputs, l.inputs, (uint8_t*)step.packed);
     }
-    if (l.kind == 4)
-        shared::grouped_product(x, (const Panel*)l.weight, (const T*)l.bias, out, rows, l.outputs, l.inputs, (T*)step.packed);
+    const auto* panels = (const Panel*)l.weight;
+    if (l.kind == 4) shared::grouped_product(x, panels, (const T*)l.bias, out, rows, l.outputs, l.inputs, (T*)step.packed);
+    if (l.kind == 5) shared::quads_product(x, panels, (const T*)l.bias, out, rows, l.outputs, l.inputs, step.packed);
 }
 // A product, of all of a model the `index`-th, and what adapters add to it; late: of the tokens whose logits are due
 template <class T>

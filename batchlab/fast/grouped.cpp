@@ -34,10 +34,11 @@ static inline i64 number_at(const Form& f, i64 o, i64 k) {
     return f.bits == 8 ? (k / 2 * 4 + eight) * 16 + lane : ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2;
 }
 
-// Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros
-template <class T>
-static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
-    const Form f = FORMS[form];
+// Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros. at(form, output,
+// k) says where a number is, counted in bits / 8 bytes; one of 8 bits is stored plus `more`.
+template <class T, class F>
+static void put_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, const Form& f, F at,
+                       int more) {
     const i64 n = K / f.group, size = f.wide ? 4 : 2;
 #pragma omp parallel for schedule(dynamic)
     for (i64 p = 0; p < (N + NR - 1) / NR; p++)
@@ -50,14 +51,18 @@ static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets
                 if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
                 const int8_t* x = numbers + r * K + g * f.group;
                 for (i64 k = 0; k < f.group; k++) {
-                    const i64 at = number_at(f, o, k);
+                    const i64 i = at(f, o, k);
                     if (f.bits == 8)
-                        q[at] = x[k];
+                        q[i] = x[k] + more;
                     else
-                        q[at / 2] |= (x[k] + f.zero) << at % 2 * 4;
+                        q[i / 2] |= (x[k] + f.zero) << i % 2 * 4;
                 }
             }
         }
+}
+template <class T>
+static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
+    put_groups(numbers, scales, offsets, to, N, K, FORMS[form], number_at, 0);
 }
 EXPORT(pack_groups)
 

@@ -88,7 +88,7 @@ class Int8Linear(nn.Module):
     biases. `onednn`: whether oneDNN multiplies, by default where there is a matrix unit
     (AMX). Raises `Unavailable`. Methods: Dettmers et al. 2022, Ashkboos et al. 2024."""
 
-    invariant = True
+    invariant, near = True, 0.1  # how far off a product may be, as a share of its length
 
     def __init__(
         self,

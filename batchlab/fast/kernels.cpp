@@ -1,5 +1,5 @@
 // Attention over blocks, in fp32 and bf16. Made from the cells of nbs/4_fast/21_attention.ipynb by .ci/cpp: edit the notebook.
-#include "int8_kernels.cpp"
+#include "w4a8.cpp"
 
 static inline vf vexp(vf x) {                                                                  // x up to 88
     const vf y = x < -150.f ? all(-150.f) : x, n = y * 1.44269502f + 12582912.f - 12582912.f;  // 1.5 * 2^23: n is whole

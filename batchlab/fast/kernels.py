@@ -27,6 +27,7 @@ from .trial import check_backend
 from .trial import BackendOptions
 from ..errors import Unavailable
 from .grouped import groups_right
+from .w4a8 import quads_right
 from .packed import densify
 from .int8_kernels import bytes_right
 from batchlab.fast.native import (
@@ -250,6 +251,7 @@ def _products_right(kernels: Kernels) -> Iterator[bool]:
         yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
     yield from bytes_right(kernels)
     yield from groups_right(kernels)
+    yield from quads_right(kernels)
 
 # %% ../../nbs/4_fast/21_attention.ipynb #c63558dd
 def attend_rows(

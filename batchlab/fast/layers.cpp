@@ -11,7 +11,7 @@ struct Linear {
     const void *weight, *bias;         // packed; bias or null
     const int32_t* start;              // kind 2: what the sum of each output begins with
     const float* scales;               // kind 2: of each output
-    i64 kind, outputs, inputs, block;  // 0 none, 1 panels, 2 int8, 3 computed outside, 4 in groups; dims mixed in int8
+    i64 kind, outputs, inputs, block;  // 0 none, 1 panels, 2 int8, 3 computed outside, 4 in groups, 5 in w4a8; dims mixed in int8
 };
 struct Activation {
     i64 kind, gated;  // which of the enum; its result is multiplied by the second half of the row

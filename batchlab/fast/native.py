@@ -8,8 +8,9 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'find_compiler',
            'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm',
-           'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'PackingKernels', 'ProductKernels', 'Kernels',
-           'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
+           'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'row_addresses', 'PackingKernels',
+           'ProductKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores',
+           'limit_threads']
 
 # %% ../../nbs/4_fast/native.ipynb #042fc35f
 import contextlib, ctypes, hashlib, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
@@ -244,7 +245,7 @@ def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int
     return x.data_ptr()
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e001
-def _row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:
+def row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:
     """Where each row of `weights` `[out, in]` lies, int64; their dtype, how many rows there are,
     and their length. Raises `TypeError`."""
     (d, K), size = (weights[0].dtype, weights[0].shape[1]), weights[0].element_size()
@@ -312,7 +313,7 @@ class PackingKernels:
 
         Panels and starts as by `pack_bytes`, `scales` fp32, of each output. `empty` makes what
         the panels are put into."""
-        rows, d, N, K = _row_addresses(weights)
+        rows, d, N, K = row_addresses(weights)
         panels, scales = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
         starts = torch.empty(32 * len(panels), dtype=torch.int32)
         lie = (t.data_ptr() for t in (rows, panels, starts, scales))
@@ -323,7 +324,7 @@ class PackingKernels:
         self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
     ) -> torch.Tensor:
         "What `pack_weight` gives for `weights` of an even `in`, made by all threads."
-        rows, d, N, K = _row_addresses(weights)
+        rows, d, N, K = row_addresses(weights)
         e = 4 // d.itemsize
         out = empty((-(-N // 32), K // e, 32, e), dtype=d)
         self.calls["pack_weight", d](rows.data_ptr(), out.data_ptr(), N, K)

@@ -373,7 +373,7 @@ def can_pack(model: PreTrainedModel) -> bool:
 class BackendOptions:
     """`compile`: False for plain torch, True to insist on kernels, 'auto' to take them where
     they can be had. `own`: the model's weights may be given up for packed ones; `room`: else
-    bytes that packed ones may take beside them. `quantization`: None or 'int8'. `probe`: of
+    bytes that packed ones may take beside them. `quantization`: None, 'int8' or 'w4a8'. `probe`: of
     `probe_rows`, if there is one, so that the model is not asked again; `specs`: what its layers
     ask of attention, likewise. `untried`: plain torch has to pass `check_backend` too, as no
     `kv_layout` has seen to that."""

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling',
-           'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory', 'Limits',
-           'fit_context', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_count',
-           'check_counts', 'weights_digest', 'model_state']
+__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model',
+           'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory',
+           'Limits', 'fit_context', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization',
+           'check_count', 'check_counts', 'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -50,8 +50,11 @@ def model_and_tokenizer(
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
     dtype: str | torch.dtype | None,
     device: str | torch.device | None,
+    exact: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    "What `LLM` was given, as `(model, tokenizer or None)`. Raises `ModelError`, `ParamError`."
+    """What `LLM` was given, as `(model, tokenizer or None)`. `exact`: weights stay in the groups of
+    a file only where products have the bits of those by plain numbers. Raises `ModelError`,
+    `ParamError`."""
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -62,7 +65,7 @@ def model_and_tokenizer(
         )
     if model is None or isinstance(model, (str, os.PathLike)):
         name = model if model is None else str(model)
-        model, own = load_model(name, dtype=dtype, device=device, grouped=True)
+        model, own = load_model(name, dtype=dtype, device=device, grouped=True, exact=exact)
         return model, own if tokenizer is None else tokenizer
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ParamError(
@@ -402,10 +405,14 @@ def check_compile(x: bool | str) -> bool | str:
     raise ParamError(f"compile must be 'auto', True or False, got {x!r}", field="compile")
 
 
+QUANTIZATIONS = "int8", "w4a8"
+
+
 def check_quantization(x: object, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
-    if x not in (None, "int8"):
-        raise ParamError(f"quantization must be None or 'int8', got {x!r}", field="quantization")
+    if x not in (None, *QUANTIZATIONS):
+        known = " or ".join(map(repr, QUANTIZATIONS))
+        raise ParamError(f"quantization must be None, {known}, got {x!r}", field="quantization")
     if x and strategy != "continuous":
         raise ParamError(
             "{asked} needs {needed}, got {strategy!r}",

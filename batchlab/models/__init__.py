@@ -78,6 +78,7 @@ def load_model(
     device: str | torch.device | None = "auto",  # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
     revision: str | None = None,  # branch, tag or commit of a hub id
     grouped: bool = False,  # whether weights of a `.gguf` file may stay in the blocks of the file
+    exact: bool = True,  # only where products then have the bits of those by plain numbers
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without
     gradients, on `device`.
@@ -91,7 +92,7 @@ def load_model(
     resolve_dtype(dtype)  # an unknown dtype is refused before anything is fetched
     path = find_model(name, revision)
     if path.is_file():
-        model, tok = load_gguf(path, dtype, device, grouped)
+        model, tok = load_gguf(path, dtype, device, grouped, exact)
     else:
         model, tok = load_folder(path, dtype, device)
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self

@@ -476,11 +476,13 @@ def _mend_tokenizer(tok, field):
     return tok
 
 # %% ../../nbs/3_models/load.ipynb #7cf1a054
-def keeps_groups(dtype: torch.dtype, device: str | torch.device) -> bool:
+def keeps_groups(dtype: torch.dtype, device: str | torch.device, exact: bool = True) -> bool:
     """Whether the kernels multiply by weights in groups at a good speed, and with the bits of those
-    by weights of `dtype`."""
+    by weights of `dtype` if `exact`."""
     if torch.device(device).type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
+    if not exact:
+        return True
     flags = processor_flags()
     adds_otherwise = dtype == torch.bfloat16 and "amx_bf16" in flags  # a matrix unit
     return "avx512f" in flags and not adds_otherwise
@@ -513,9 +515,10 @@ def load_gguf(
     dtype: str | torch.dtype | None,
     device: str | torch.device = "cpu",
     grouped: bool = False,
+    exact: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """`(model, tokenizer or None)` of a `.gguf` file, on the CPU: its weights dequantised to
-    `dtype`, or in the groups of the file where `grouped` and the kernels multiply by them."""
+    `dtype`, or in the groups of the file where `grouped` and `keeps_groups` says so."""
     from transformers import AutoTokenizer
 
     with quiet(), read_once(path) as reader:
@@ -523,7 +526,7 @@ def load_gguf(
         kind = field("general.file_type")
         stored = {0: torch.float32, 1: torch.float16}.get(kind, torch.bfloat16)
         dtype = resolve_dtype(dtype, stored, device)
-        grouped = grouped and keeps_groups(dtype, device)
+        grouped = grouped and keeps_groups(dtype, device, exact)
         try:
             model, tok = _read_model(path, reader, dtype, grouped), None
             if field("tokenizer.ggml.model"):

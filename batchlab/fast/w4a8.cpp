@@ -1,0 +1,239 @@
+// 4-bit weights times activations in 8 bits. Made from the cells of nbs/4_fast/23b_w4a8.ipynb by .ci/cpp: edit the notebook.
+#include "int8_kernels.cpp"
+
+// Where number k of output o is among the numbers of a group, counted in bits / 8 bytes
+static inline i64 quad_at(const Form& f, i64 o, i64 k) {
+    return f.bits == 8 ? (k / 4 * NR + o) * 4 + k % 4 : ((k / 8 * NR + o) * 4 + k % 4) * 2 + k / 4 % 2;
+}
+template <class T>
+static void pack_quads(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
+    put_groups(numbers, scales, offsets, to, N, K, FORMS[form], quad_at, 128);
+}
+EXPORT(pack_quads)
+
+template <class T>
+static inline float round_group(const T* x, uint8_t* bytes, int32_t (&sums)[2]) {  // 32 numbers; their scale
+    typedef uint8_t vb __attribute__((vector_size(W)));
+    vf v[32 / W], m = all(1e-30f), odd = {};  // 0 / 0 is no byte
+    for (int j = 0; j < 32 / W; j++) {
+        v[j] = load(x + j * W);
+        const vf a = v[j] < 0.f ? -v[j] : v[j];
+        m = m > a ? m : a, odd += v[j] - v[j];  // NaN, for a NaN or an infinity
+    }
+    const float largest = most(m), f = 127 / largest, shift = 12582912.f;  // 1.5 * 2^23: the lowest bits are a whole number
+    vf total[2] = {};
+    for (int j = 0; j < 32 / W; j++) {
+        const vf y = v[j] * f + shift;
+        const vb b = __builtin_convertvector((vu)y & 255, vb);
+        memcpy(bytes + j * W, &b, W);
+        total[j * W / 16] += y - shift;
+    }
+    for (int i = 0; i < 2; i++) sums[i] = sum(total[i]);
+    return largest / 127 + sum(odd);
+}
+
+constexpr int QR = W == 16 ? 6 : 1;  // rows multiplied together
+// Rows of K numbers in 8 bits, in blocks. Of a block of m rows: bytes [K / 4][m][4], scales [K / 32][m], and minus 8 times the
+// sums of 32 and of 16 neighbours, [K / 32][m] and [K / 16][m]
+struct Rounded {
+    uint8_t* bytes;
+    float* scales;
+    int32_t *sums, *halves;
+    static i64 room(i64 rows, i64 K) { return rows * (K + K / 2); }  // in bytes
+    Rounded(void* at, i64 rows, i64 K)
+        : bytes((uint8_t*)at),
+          scales((float*)(bytes + rows * K)),
+          sums((int32_t*)scales + rows * K / 32),
+          halves(sums + rows * K / 32) {}
+};
+template <class T>
+static void round_block(const T* x, const Rounded& to, i64 r, i64 m, i64 K) {  // rows r to r + m
+    const i64 n = K / 32;
+    float* scales = to.scales + r * n;
+    int32_t *sums = to.sums + r * n, *halves = to.halves + 2 * r * n;
+    for (i64 g = 0; g < n; g++) {
+        uint8_t bytes[QR][32];
+        for (i64 i = 0; i < m; i++) {
+            int32_t s[2];
+            scales[g * m + i] = round_group(x + (r + i) * K + 32 * g, bytes[i], s);
+            sums[g * m + i] = -8 * (s[0] + s[1]);
+            for (int j = 0; j < 2; j++) halves[(2 * g + j) * m + i] = -8 * s[j];
+        }
+        pack_block([&](int i) { return (const uint32_t*)bytes[i]; }, (uint32_t*)(to.bytes + r * K + 32 * g * m), m, 8);
+    }
+}
+
+// s + 4 numbers from 0 to 255 in each lane of w times 4 signed ones
+static inline vi add_quads(vi s, vi w, int32_t x) {
+#ifdef __AVX512VNNI__
+    return (vi)_mm512_dpbusd_epi32((__m512i)s, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__)
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)s, (__m256i)w, _mm256_set1_epi32(x));
+#else
+    for (int d = 0; d < 32; d += 8) s += (vi)((vu)w >> d & 255) * (int32_t)(int8_t)(x >> d);
+    return s;
+#endif
+}
+static inline vf some_scales(const uint8_t* from, const Form& f, i64 i) {  // W of them, from the i-th on
+    if (f.wide) return load((const float*)from + i);
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)((const fp16*)from + i)));
+#else
+    vf v;
+    for (int j = 0; j < W; j++) v[j] = one((const fp16*)from + i + j);
+    return v;
+#endif
+}
+// s = the products of a block of M rows by a panel; `lines` of what is read next are fetched on the way
+template <int M, int BITS, int G>
+static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, const Form& f, i64 K, vf (&s)[M][NV],
+                               const char* soon, i64 lines) {
+    constexpr int STEP = BITS == 4 ? 8 : 4;
+    const i64 n = K / G;
+    const uint8_t* bytes = x.bytes + r * K;
+    const float* scales = x.scales + r * K / 32;
+    const int32_t* sums = G == 32 ? x.sums + r * K / 32 : x.halves + r * K / 16;
+    i64 due = 0;
+    for (i64 g = 0; g < n; g++, sums += M) {
+        for (due += lines; due >= n; due -= n, soon += 64) __builtin_prefetch(soon, 0, 2);
+        vi t[M][NV];
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < NV; j++) t[i][j] = BITS == 8 ? sums[i] * 16 - vi{} : f.zero ? sums[i] - vi{} : vi{};
+        const uint8_t* w = from + f.scales();
+        for (int k = 0; k < G; k += STEP, w += NR * 4) {
+            vi a[NV], b[NV];
+            for (int j = 0; j < NV; j++) {
+                memcpy(&a[j], w + j * sizeof(vi), sizeof(vi));
+                if (BITS == 4) b[j] = (vi)((vu)a[j] >> 4) & 0x0f0f0f0f, a[j] &= 0x0f0f0f0f;
+            }
+            const auto add = [&](const vi(&w)[NV]) {
+                for (int i = 0; i < M; i++, bytes += 4) {
+                    int32_t quad;
+                    memcpy(&quad, bytes, 4);
+                    for (int j = 0; j < NV; j++) t[i][j] = add_quads(t[i][j], w[j], quad);
+                }
+            };
+            add(a);
+            if (BITS == 4) add(b);
+        }
+        for (int j = 0; j < NV; j++) {
+            const vf scale = some_scales(from, f, j * W);
+            for (int i = 0; i < M; i++) s[i][j] += __builtin_convertvector(t[i][j], vf) * (scale * scales[i]);
+            if (!f.offsets) continue;
+            const vf offset = some_scales(from, f, NR + j * W);
+            for (int i = 0; i < M; i++) s[i][j] += offset * (scales[i] * (sums[i] * -.125f));
+        }
+        from += f.bytes();
+        if (G == 32 || g % 2) scales += M;
+    }
+}
+
+// Blocks of all rows by a panel, the p-th of N outputs
+template <class T>
+static void quads_panel(const Rounded& x, const Panel& panel, const T* bias, T* out, i64 p, i64 first, i64 last,
+                        const Blocks<QR>& blocks, i64 M, i64 N, i64 K) {
+    const Form& f = FORMS[panel.form];
+    const auto* from = (const uint8_t*)panel.at;
+    const i64 n = std::min<i64>(NR, N - p * NR), total = K / f.group * f.bytes() / 64;
+    const i64 lines = M > 4 ? total / (last - first) : 0;  // a few rows leave the memory no time
+    const char* soon = (const char*)from + 64 * total;     // the next panel
+    for (i64 q = first; q < last; q++, soon += 64 * lines) {
+        const i64 r = q * blocks.each;
+        by_count<QR>(std::min(blocks.each, M - r), [&](auto m) {
+            vf s[m][NV] = {};
+            const auto multiply = [&](auto bits, auto group) { quads_block<m, bits, group>(x, r, from, f, K, s, soon, lines); };
+            const std::integral_constant<int, 32> whole;
+            if (f.bits == 4)
+                multiply(std::integral_constant<int, 4>(), whole);
+            else if (f.group == 32)
+                multiply(std::integral_constant<int, 8>(), whole);
+            else
+                multiply(std::integral_constant<int, 8>(), std::integral_constant<int, 16>());
+            for (int i = 0; i < m; i++)
+                for (int j = 0; j < NV; j++) {
+                    const int c = std::clamp<i64>(n - j * W, 0, W);
+                    const vf v = bias && c ? s[i][j] + part(bias + p * NR + j * W, c) : s[i][j];
+                    if (c) part_store(out + (r + i) * N + p * NR + j * W, v, c);
+                }
+        });
+    }
+}
+
+namespace shared {
+template <class T>  // room: as `Rounded` says
+static void quads_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K, void* room) {
+    static thread_local std::vector<uint8_t> own;
+    const Blocks<QR> blocks(M);
+    if (!M) return;
+    const bool apart = M * K <= 4096;
+    if (apart) own.resize(Rounded::room(M, K)), room = own.data();
+    const Rounded rounded(room, M, K);
+    const auto round = [&](i64 q) { round_block(x, rounded, q * blocks.each, std::min(blocks.each, M - q * blocks.each), K); };
+    if (apart)
+        for (i64 q = 0; q < blocks.n; q++) round(q);
+    else {
+#pragma omp for
+        for (i64 q = 0; q < blocks.n; q++) round(q);
+    }
+    const i64 count = (N + NR - 1) / NR, threads = omp_get_num_threads();
+    const i64 parts = std::clamp<i64>(4 * threads / count, 1, blocks.n / 4 + 1);
+#pragma omp for
+    for (i64 u = 0; u < count * parts; u++) {
+        const i64 p = u / parts, i = u % parts;
+        quads_panel(rounded, panels[p], bias, out, p, blocks.n * i / parts, blocks.n * (i + 1) / parts, blocks, M, N, K);
+    }
+}
+}  // namespace shared
+template <class T>
+static void quads_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K) {
+    std::vector<uint8_t> room(Rounded::room(M, K));
+#pragma omp parallel if (M * N * K > 100000)
+    shared::quads_product(x, panels, bias, out, M, N, K, room.data());
+}
+EXPORT(quads_product)
+
+// Weights as numbers from 0 to 15, scales and offsets of groups of 32. rows: where each of N rows of K numbers lies
+template <class T>
+static void quantize_groups(const i64* rows, int8_t* numbers, float* scales, float* offsets, i64 N, i64 K) {
+    typedef int8_t vc __attribute__((vector_size(W)));
+    constexpr int V = 32 / W;
+    const float shift = 12582912.f;
+#pragma omp parallel for schedule(dynamic, 16)
+    for (i64 r = 0; r < N; r++)
+        for (i64 g = 0; g < K / 32; g++) {
+            vf v[V], low = all(INFINITY), high = all(-INFINITY), totals = {}, q[V];
+            for (int j = 0; j < V; j++) {
+                v[j] = load((const T*)rows[r] + 32 * g + j * W), totals += v[j];
+                low = v[j] < low ? v[j] : low, high = v[j] > high ? v[j] : high;
+            }
+            const float least = -most(-low), total = sum(totals), width = most(high) - least;
+            float best = INFINITY, factor = 0, scale = 0, offset = total / 32;  // of numbers that are all the same
+            const auto round = [&](float f) {
+                for (int j = 0; j < V; j++) {
+                    const vf y = (v[j] - least) * f + shift - shift;
+                    q[j] = y > 15.f ? all(15.f) : y;
+                }
+            };
+            for (int i = 0; i <= 20 && width > 1e-30f; i++) {
+                round((14 + .1f * i) / width);
+                vf ones = {}, squares = {}, both = {}, errors = {};
+                for (int j = 0; j < V; j++) ones += q[j], squares += q[j] * q[j], both += q[j] * v[j];
+                const float n = sum(ones), nn = sum(squares), nv = sum(both), d = 32 * nn - n * n;
+                if (!(d > 0)) continue;
+                const float a = (32 * nv - n * total) / d, b = (nn * total - n * nv) / d;
+                for (int j = 0; j < V; j++) {
+                    const vf e = q[j] * a + b - v[j];
+                    errors += e * e;
+                }
+                if (sum(errors) < best) best = sum(errors), factor = (14 + .1f * i) / width, scale = a, offset = b;
+            }
+            round(factor);
+            for (int j = 0; j < V; j++) {
+                const vc c = __builtin_convertvector(__builtin_convertvector(q[j], vi), vc);
+                memcpy(numbers + r * K + 32 * g + j * W, &c, W);
+            }
+            scales[r * (K / 32) + g] = scale,
+                                  offsets[r * (K / 32) + g] = offset + (total - total);  // NaN if a weight is not finite
+        }
+}
+EXPORT(quantize_groups)
