@@ -333,7 +333,7 @@ def test_a_call_that_is_cut_off_has_what_came(tools):
     n = whole["usage"]["output_tokens"]
     body = ASK | dict(tools=TOOLS[:1], tool_choice=dict(type="any"))
     seen = set()
-    for most in range(1, n):
+    for most in range(1, n, max(1, n // 8)):
         cut = post(tools, **body | dict(max_tokens=most))
         assert cut["stop_reason"] == "max_tokens"
         for b in cut["content"]:
@@ -547,34 +547,31 @@ CONTENT = st.sampled_from(["Hello", ""]) | st.lists(BLOCK, max_size=3) | JUNK
 TURN = st.fixed_dictionaries(
     dict(role=st.sampled_from(["user", "assistant", "system", "tool"]), content=CONTENT)
 )
-FIELDS = dict(
-    messages=st.lists(TURN, max_size=4) | st.just([*CALLED, user([RESULT])]) | JUNK,
-    system=CONTENT,
-    max_tokens=st.integers(-1, 3) | JUNK,
-    temperature=st.sampled_from([0, 0.5, 1]) | JUNK,
-    top_p=st.sampled_from([0.1, 1]) | JUNK,
-    top_k=st.integers(-1, 3) | JUNK,
-    stop_sequences=st.lists(st.text(max_size=2), max_size=2) | JUNK,
-    stream=st.booleans() | JUNK,
-    tools=st.sampled_from([TOOLS, []]) | st.lists(JUNK, max_size=2),
-    tool_choice=st.fixed_dictionaries(
-        dict(type=st.sampled_from(["auto", "any", "none", "tool"])), optional=dict(name=LEAF)
-    )
-    | JUNK,
-    thinking=st.fixed_dictionaries(
-        dict(type=st.sampled_from(["enabled", "disabled", "adaptive", "x"])),
-        optional=dict(budget_tokens=LEAF),
-    )
-    | JUNK,
-    output_config=st.fixed_dictionaries({}, optional=dict(effort=LEAF, format=JUNK)) | JUNK,
-    chat_template_kwargs=JUNK,
-    context_management=JUNK,
-    mcp_servers=JUNK,
-    container=JUNK,
-    metadata=JUNK,
-    x=JUNK,
+TALKS = [TALK, [*CALLED, user([RESULT])], [*TALK, assistant("I am")], [*TALK, user(text("a", "b"))]]
+FORMS = [dict(format=dict(type="json_schema", schema=dict(type="integer"))), dict(effort="low")]
+GOOD = dict(
+    messages=st.sampled_from(TALKS) | st.lists(TURN, max_size=4),
+    system=st.sampled_from(["Be brief.", text("Be", "brief."), ""]),
+    max_tokens=st.integers(1, 3),
+    temperature=st.sampled_from([0, 0.5, 1]),
+    top_p=st.sampled_from([0.1, 1]),
+    top_k=st.integers(0, 3),
+    stop_sequences=st.lists(st.text(min_size=1, max_size=2), max_size=2),
+    stream=st.booleans(),
+    tools=st.sampled_from([TOOLS, []]),
+    tool_choice=st.sampled_from([dict(type=t) for t in ("auto", "any", "none")]),
+    thinking=st.sampled_from([dict(type="enabled", budget_tokens=1), dict(type="disabled")]),
+    output_config=st.sampled_from(FORMS),
+    chat_template_kwargs=st.just({}),
 )
-BODIES = st.fixed_dictionaries({}, optional=FIELDS)
+BAD = st.sampled_from(
+    [*GOOD, *"context_management mcp_servers container metadata x \ud800".split()]
+)
+BODIES = st.builds(
+    lambda good, bad: good | bad,
+    st.fixed_dictionaries({}, optional=GOOD),
+    st.just({}) | st.dictionaries(BAD, JUNK, max_size=2),
+)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
@@ -591,9 +588,9 @@ def test_drawn_bodies_get_an_answer_or_an_error_that_names_what_is_wrong(tools, 
             assert error_of(r)[1] in ("invalid_request_error", "not_found_error")
         elif path == COUNT:
             assert r.json()["input_tokens"] > 0
-        elif body["stream"] if "stream" in body else False:
+        elif body.get("stream"):
             events = events_of(r.text)
-            assert events[-1]["type"] == "message_stop" or events[-1]["type"] == "error"
+            assert events[-1]["type"] == "message_stop", (body, r.text)
         else:
             assert r.json()["type"] == "message"
 
