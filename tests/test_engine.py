@@ -424,6 +424,8 @@ def bits(outs):
     [
         *((a, {}) for a in ("llama", "qwen3", "mistral", "phi3")),
         ("llama", dict(quantization="int8")),
+        ("llama", dict(quantization="w4a8")),
+        ("qwen3", dict(quantization="w4a8")),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1187,7 +1189,7 @@ def test_limits_of_a_model():
     [
         (check_strategy, ["fast"], "choose 'loop', 'static'"),
         (check_compile, ["yes"], "compile must be 'auto', True or False"),
-        (check_quantization, ["int4", "continuous"], "quantization must be None or 'int8'"),
+        (check_quantization, ["int4", "continuous"], "quantization must be None, 'int8' or 'w4a8'"),
         (check_quantization, ["int8", "static"], "needs strategy='continuous'"),
         (check_count, ["max_num_seqs", 0], "max_num_seqs must be"),
         (model_and_tokenizer, [7, None, "auto", "auto"], "got int"),

@@ -136,7 +136,7 @@ def test_rows_of_a_step_have_their_adapters_and_the_same_bits_alone(arch, tmp_pa
 
 
 @compiled
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, "int8", "w4a8"])
 @pytest.mark.parametrize("own", [True, False])
 def test_adapters_on_bf16_and_bytes(quantization, own, tmp_path):
     model = tiny_model("llama").bfloat16()
