@@ -92,7 +92,8 @@ class UnloadedLLM(LLM):
         folder = find_model(model, weights=False)
         if not folder.is_dir():
             raise ModelError(f"{folder} is read whole, with its weights: give it to LLM")
-        self.model, own, self.causal = load_outline(folder, dtype, self.place)
+        packed = self.compile is not False and self.strategy == "continuous"
+        self.model, own, self.causal = load_outline(folder, dtype, self.place, packed)
         if isinstance(tokenizer, str):
             own = load_tokenizer(find_model(tokenizer, weights=False))
         elif tokenizer is not None:
