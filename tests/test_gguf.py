@@ -34,7 +34,7 @@ def random_blocks(form, n, K, seed=0):
 
 
 def grouped(form, n, K, dtype, seed=0):
-    return G.GroupedTensor(torch.from_numpy(random_blocks(form, n, K, seed)), form, dtype)
+    return G.GroupedTensor(G.Blocks(torch.from_numpy(random_blocks(form, n, K, seed)), form), dtype)
 
 
 def linear_of(weight, bias=None):
@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused():
     kernels, w = load_kernels(), grouped("Q8_0", 64, 96, torch.float32)
     groups = Groups(*w.groups())
     assert form_of(groups._replace(scales=groups.scales[:, :2].repeat(1, 2))) is None
-    assert form_of(groups._replace(scales=groups.scales.float())) is None
+    assert form_of(groups._replace(scales=groups.scales.bfloat16())) is None
     panels = pack_groups(groups, form_of(groups), kernels)
     table = panel_table([(panels, form_of(groups).index)])
     with pytest.raises(TypeError, match="70 outputs have 3 panels"):

@@ -210,7 +210,7 @@ def test_tokens_are_estimated_where_there_is_no_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     "config, error",
     [
-        (dict(quantization_config=dict(quant_method="awq")), UnsupportedModelError),
+        (dict(quantization_config=dict(quant_method="hqq")), UnsupportedModelError),
         (dict(architectures=["LlamaForMaskedLM"]), UnsupportedModelError),
         (dict(model_type="mine"), UnsupportedModelError),
     ],

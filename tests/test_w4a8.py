@@ -134,7 +134,8 @@ def test_inputs_that_fill_no_groups_are_refused():
 
 def test_wrong_kernels_are_noticed():
     kernels = load_kernels()
-    assert all(quads_right(kernels)) and len([*quads_right(kernels)]) == 2 * len(FORMS)
+    forms = [f for f in FORMS if f.group <= 32]
+    assert all(quads_right(kernels)) and len([*quads_right(kernels)]) == 2 * len(forms)
 
     class Late(dict):
         def __getitem__(self, key):

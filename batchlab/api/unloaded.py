@@ -50,6 +50,8 @@ def quantized_bytes(model: PreTrainedModel, quantization: str) -> int:
     for i, w in linear.items():
         if quantization == "int8":
             packed += w.numel() + 4 * len(w)
+        elif hasattr(w, "groups"):
+            packed += w.nbytes
         else:
             packed += w.numel() * (34 if head is not None and i == id(head.weight) else 20) // 32
     gone = sum(w.nbytes for i, w in linear.items() if i not in shared)
@@ -99,7 +101,9 @@ class UnloadedLLM(LLM):
         folder = find_model(model, weights=False)
         if not folder.is_dir():
             raise ModelError(f"{folder} is read whole, with its weights: give it to LLM")
-        self.model, own, self.causal = load_outline(folder, dtype, self.place)
+        packed = self.compile is not False and self.strategy == "continuous"
+        exact = self.quantization != "w4a8"
+        self.model, own, self.causal = load_outline(folder, dtype, self.place, packed, exact)
         if isinstance(tokenizer, str):
             own = load_tokenizer(find_model(tokenizer, weights=False))
         elif tokenizer is not None:

@@ -18,15 +18,18 @@ struct fp16 {
     memcpy(&f, &u, 4);
     return f;
 }
-// How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets if there are some; then the numbers,
-// of which those of 4 bits are stored plus `zero`
+// How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets (`offsets` is 1) or the zero points
+// (2) if there are some; then the numbers, of which those of 4 bits are stored plus `zero`
 struct Form {
     i64 bits, group, zero, wide, offsets;
-    i64 scales() const { return NR * (wide ? 4 : 2) * (1 + offsets); }
+    i64 scales() const { return NR * (wide ? 4 : 2) * (offsets ? 2 : 1); }
     i64 bytes() const { return scales() + NR * group * bits / 8; }
 };
 static const Form FORMS[] = {
-    {4, 32, 8, 0, 0}, {4, 32, 0, 0, 1}, {4, 32, 0, 1, 1}, {8, 32, 0, 0, 0}, {8, 32, 0, 0, 1}, {8, 32, 0, 1, 1}, {8, 16, 0, 1, 0},
+    {4, 32, 8, 0, 0}, {4, 32, 0, 0, 1},  {4, 32, 0, 1, 1}, {8, 32, 0, 0, 0}, {8, 32, 0, 0, 1},  {8, 32, 0, 1, 1},
+    {8, 16, 0, 1, 0}, {4, 32, 0, 0, 2},  {4, 64, 8, 0, 0}, {4, 64, 0, 0, 2}, {4, 128, 8, 0, 0}, {4, 128, 0, 0, 2},
+    {4, 32, 8, 1, 0}, {4, 128, 8, 1, 0}, {4, 32, 0, 1, 2}, {8, 32, 0, 0, 2}, {8, 128, 0, 0, 0}, {8, 128, 0, 0, 2},
+    {8, 32, 0, 1, 0}, {8, 128, 0, 1, 0}, {8, 32, 0, 1, 2},
 };
 // Where number k of output o is among the numbers of a group, counted in bits / 8 bytes
 static inline i64 number_at(const Form& f, i64 o, i64 k) {
@@ -34,8 +37,8 @@ static inline i64 number_at(const Form& f, i64 o, i64 k) {
     return f.bits == 8 ? (k / 2 * 4 + eight) * 16 + lane : ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2;
 }
 
-// Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros. at(form, output,
-// k) says where a number is, counted in bits / 8 bytes; one of 8 bits is stored plus `more`.
+// Whole numbers [N, K] and their scales and offsets or zero points [N, K / group] as panels; the last is filled up with zeros.
+// at(form, output, k) says where a number is, counted in bits / 8 bytes; one of 8 bits is stored plus `more`.
 template <class T, class F>
 static void put_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, const Form& f, F at,
                        int more) {
@@ -80,6 +83,7 @@ static inline void read_scales(const uint8_t* from, const Form& f, vf (&a)[4], v
     for (int o = 0; o < 4; o++) {
         a[o] = twice((const S*)from + 8 * o);
         if (f.offsets) b[o] = twice((const S*)from + NR + 8 * o);
+        if (f.offsets == 2) b[o] *= -a[o];  // (x - b) a = a x - b a
     }
 }
 #endif
@@ -156,8 +160,9 @@ static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
                     const i64 at = number_at(f, o, k + i);
                     const uint8_t* q = from + f.scales();
                     const int number = f.bits == 4 ? (int)(q[at / 2] >> at % 2 * 4 & 15) - (int)f.zero : (int8_t)q[at];
-                    const float offset = f.offsets ? scale_at(from, f, NR + o) : -0.f;
-                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = scale_at(from, f, o) * number + offset;
+                    const float scale = scale_at(from, f, o), offset = f.offsets ? scale_at(from, f, NR + o) : -0.f;
+                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] =
+                        scale * number + (f.offsets == 2 ? -scale * offset : offset);
                 }
             for (i64 i = 0; i < 2 * NR; i += W) store(to + i, load(x + i));
         }

@@ -120,7 +120,8 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
             const vf scale = some_scales(from, f, j * W);
             for (int i = 0; i < M; i++) s[i][j] += __builtin_convertvector(t[i][j], vf) * (scale * scales[i]);
             if (!f.offsets) continue;
-            const vf offset = some_scales(from, f, NR + j * W);
+            vf offset = some_scales(from, f, NR + j * W);
+            if (f.offsets == 2) offset *= -scale;  // a zero point
             for (int i = 0; i < M; i++) s[i][j] += offset * (scales[i] * (sums[i] * -.125f));
         }
         from += f.bytes();

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'read_once', 'split', 'numbers_of', 'dequantize', 'GroupedTensor',
-           'numbers_at_hand', 'Unfit', 'places_of', 'model_in_groups']
+__all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'read_once', 'split', 'plain_numbers', 'numbers_of', 'dequantize',
+           'Stored', 'Blocks', 'GroupedTensor', 'numbers_at_hand', 'Unfit', 'places_of', 'model_in_groups']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
 import contextlib, copy, functools, mmap, struct, threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from unittest import mock
 
 import numpy as np
@@ -203,14 +204,23 @@ def split(
     numbers, scales, *offsets = (t.flatten(1) for t in parts(raw.unflatten(1, (-1, size))))
     return _signed(numbers), scales, offsets[0] if offsets else None, bits
 
-
-def numbers_of(raw: torch.Tensor, form: str, dtype: torch.dtype) -> torch.Tensor:
-    "The weight that `split` takes apart, in `dtype`, rounded once from fp32."
-    numbers, scales, offsets, _ = split(raw, form)
-    x = numbers.unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]
+# %% ../../nbs/3_models/gguf.ipynb #e3d85581
+def plain_numbers(groups: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The weight `[N, K]` whose numbers, scales, offsets or None, bits, and perhaps zero points, to
+    be subtracted first, are `groups`: in `dtype`, rounded once from fp32."""
+    numbers, scales, offsets, _, *zeros = groups
+    x = numbers.unflatten(1, (scales.shape[1], -1))
+    if zeros and zeros[0] is not None:
+        x = x - zeros[0].float()[..., None]
+    x = x * scales.float()[..., None]
     if offsets is not None:
         x += offsets.float()[..., None]
     return x.flatten(1).to(dtype)
+
+
+def numbers_of(raw: torch.Tensor, form: str, dtype: torch.dtype) -> torch.Tensor:
+    "The weight that `split` takes apart, in `dtype`, rounded once from fp32."
+    return plain_numbers(split(raw, form), dtype)
 
 
 def dequantize(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
@@ -223,51 +233,90 @@ def dequantize(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     parts = [numbers_of(some, kind.name, torch.float32) for some in rows.split(4096)]
     return torch.cat(parts).view(*data.shape[:-1], -1).numpy()
 
-# %% ../../nbs/3_models/gguf.ipynb #0cd4f160
-class GroupedTensor(torch.Tensor):
-    """A weight `[N, K]` that stays in the blocks of its file. For torch it is the numbers of `dtype`
-    that they stand for: a lookup of rows, as an embedding's, dequantises those rows, and any
-    other operation all of them, each time anew.
+# %% ../../nbs/3_models/gguf.ipynb #6c068103
+class Stored(Protocol):
+    "A weight `[N, K]` of a file, in groups of whole numbers with scales."
 
-    `raw`: uint8 `[N, bytes of a row]`; `form`: a key of `QUANT_TYPES`."""
+    @property
+    def raw(self) -> torch.Tensor: ...  # its numbers, as they are in the file
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def nbytes(self) -> int: ...  # of all that is kept
+
+    def groups(self, at: slice | torch.Tensor) -> tuple[Any, ...]:
+        """Of the rows `at`: numbers, scales, offsets or None, and the bits of a number, as `split`
+        has them, perhaps zero points behind them, which are subtracted from the numbers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Blocks:
+    "Rows of blocks of a GGUF file: uint8 `[N, bytes of a row]`, of a `form` of `QUANT_TYPES`."
 
     raw: torch.Tensor
     form: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        size, weights, *_ = QUANT_TYPES[self.form]
+        return len(self.raw), self.raw.shape[1] // size * weights
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.nbytes
+
+    def groups(self, at: slice | torch.Tensor) -> tuple[Any, ...]:
+        return split(self.raw[at], self.form)
+
+# %% ../../nbs/3_models/gguf.ipynb #0cd4f160
+class GroupedTensor(torch.Tensor):
+    """A weight `[N, K]` that stays as it is `stored` in its file. For torch it is the numbers of
+    `dtype` that this stands for: a lookup of rows, as an embedding's, dequantises those rows, and
+    any other operation all of them, each time anew."""
+
+    stored: Stored
     plain: torch.Tensor | None = None  # all of it as plain numbers, inside `numbers_at_hand`
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor, form: str, dtype: torch.dtype) -> GroupedTensor:
-        size, weights, *_ = QUANT_TYPES[form]
-        shape = len(raw), raw.shape[1] // size * weights
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)
-        self.raw, self.form = raw, form
+    def __new__(cls, stored: Stored, dtype: torch.dtype) -> GroupedTensor:
+        device = stored.raw.device
+        self = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=device)
+        self.stored = stored
         return self
+
+    @property
+    def raw(self) -> torch.Tensor:
+        "What the file has of its numbers."
+        return self.stored.raw
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         "Of what is stored."
-        return self.raw.nbytes
+        return self.stored.nbytes
 
-    def groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
-        "What `split` makes of it."
-        return split(self.raw, self.form)
+    def groups(self) -> tuple[Any, ...]:
+        "Numbers, scales and so on of all rows, see `Stored`."
+        return self.stored.groups(slice(None))
 
     def rows(self, at: slice | torch.Tensor) -> torch.Tensor:
         "The rows `at`, an index of the first dim, as plain numbers."
-        return numbers_of(self.raw[at], self.form, self.dtype)
+        return plain_numbers(self.stored.groups(at), self.dtype)
 
     def dequantize(self) -> torch.Tensor:
         "All of it, as plain numbers."
         if self.plain is not None:
             return self.plain
         n = max(1, 2**20 // self.shape[1])  # so many at a time stay in a cache
-        return torch.cat([self.rows(slice(i, i + n)) for i in range(0, len(self.raw), n)])
+        return torch.cat([self.rows(slice(i, i + n)) for i in range(0, self.shape[0], n)])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, first = torch.ops.aten, args[0]
         if func in (aten.detach.default, aten.alias.default):
-            return cls(first.raw, first.form, first.dtype)
+            return cls(first.stored, first.dtype)
         if func._schema.is_mutable and isinstance(first, cls):
             raise TypeError("a weight in groups can't be written: `densify` its model first")
         if func is aten.embedding.default and isinstance(first, cls):
@@ -321,7 +370,8 @@ def _weight(
         if order is not None:
             moved = (order != np.arange(len(order))).any()
             raw = torch.from_numpy(tensor.data[order] if moved else np.asarray(tensor.data))
-            return names.get(tensor.name, ""), GroupedTensor(raw, tensor.tensor_type.name, dtype)
+            blocks = Blocks(raw, tensor.tensor_type.name)
+            return names.get(tensor.name, ""), GroupedTensor(blocks, dtype)
     weights = dequantize(tensor.data, tensor.tensor_type)
     done = processor.process(weights=weights, name=tensor.name, **about)
     return names.get(done.name, ""), torch.from_numpy(np.array(done.weights)).to(dtype)
