@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'read_once', 'split', 'numbers_of', 'dequantize', 'GroupedTensor',
-           'numbers_at_hand', 'Unfit', 'places_of', 'model_in_groups']
+           'without_numbers', 'Unfit', 'places_of', 'model_in_groups']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
 import contextlib, copy, functools, mmap, struct, threading
@@ -229,18 +229,25 @@ class GroupedTensor(torch.Tensor):
     that they stand for: a lookup of rows, as an embedding's, dequantises those rows, and any
     other operation all of them, each time anew.
 
-    `raw`: uint8 `[N, bytes of a row]`; `form`: a key of `QUANT_TYPES`."""
+    `raw`: uint8 `[N, bytes of a row]`; `form`: a key of `QUANT_TYPES`; `order`: None, or int64
+    `[N]`, which of them is each row. `quick`: what dequantises rows instead of torch, or None.
+    `file`: which it is mapped from, or None."""
 
     raw: torch.Tensor
     form: str
-    plain: torch.Tensor | None = None  # all of it as plain numbers, inside `numbers_at_hand`
+    order: torch.Tensor | None
+    quick: Callable[[slice | torch.Tensor], torch.Tensor] | None = None
+    outline = False  # inside `without_numbers`
+    file: Path | None = None
 
     @staticmethod
-    def __new__(cls, raw: torch.Tensor, form: str, dtype: torch.dtype) -> GroupedTensor:
+    def __new__(
+        cls, raw: torch.Tensor, form: str, dtype: torch.dtype, order: torch.Tensor | None = None
+    ) -> GroupedTensor:
         size, weights, *_ = QUANT_TYPES[form]
         shape = len(raw), raw.shape[1] // size * weights
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)
-        self.raw, self.form = raw, form
+        self.raw, self.form, self.order = raw, form, order
         return self
 
     @property
@@ -250,50 +257,70 @@ class GroupedTensor(torch.Tensor):
 
     def groups(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]:
         "What `split` makes of it."
-        return split(self.raw, self.form)
+        return split(self.raw if self.order is None else self.raw[self.order], self.form)
 
     def rows(self, at: slice | torch.Tensor) -> torch.Tensor:
         "The rows `at`, an index of the first dim, as plain numbers."
-        return numbers_of(self.raw[at], self.form, self.dtype)
+        if self.quick is not None:
+            return self.quick(at)
+        return numbers_of(
+            self.raw[at if self.order is None else self.order[at]], self.form, self.dtype
+        )
 
     def dequantize(self) -> torch.Tensor:
         "All of it, as plain numbers."
-        if self.plain is not None:
-            return self.plain
-        n = max(1, 2**20 // self.shape[1])  # so many at a time stay in a cache
-        return torch.cat([self.rows(slice(i, i + n)) for i in range(0, len(self.raw), n)])
+        return torch.cat([self.rows(at) for at in _pieces(self)])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten, first = torch.ops.aten, args[0]
-        if func in (aten.detach.default, aten.alias.default):
-            return cls(first.raw, first.form, first.dtype)
-        if func._schema.is_mutable and isinstance(first, cls):
-            raise TypeError("a weight in groups can't be written: `densify` its model first")
-        if func is aten.embedding.default and isinstance(first, cls):
-            return first.rows(args[1].flatten()).view(*args[1].shape, first.shape[1])
-        if func is aten.slice.Tensor and args[1] == 0 and len(args) < 5:
-            return first.rows(slice(*args[2:4]))
-        plain = lambda x: x.dequantize() if isinstance(x, cls) else x
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        return _dispatch(func, args, kwargs or {})
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
+# %% ../../nbs/3_models/gguf.ipynb #gpieces2
+def _pieces(w: GroupedTensor) -> Iterator[slice]:
+    "All rows of `w`, so many at a time that their numbers stay in a cache."
+    n = max(1, 2**21 // w.shape[1])
+    return (slice(i, i + n) for i in range(0, len(w), n))
+
+
+def _product(x: torch.Tensor, w: GroupedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    "What `linear` gives, without all numbers of `w` being there at once."
+    if w.outline:
+        return x.new_zeros(*x.shape[:-1], len(w))
+    bias_at = lambda at: None if bias is None else bias[at]
+    return torch.cat([nn.functional.linear(x, w.rows(i), bias_at(i)) for i in _pieces(w)], -1)
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    "An operation of torch, of whose arguments some are a `GroupedTensor`."
+    aten, first, grouped = torch.ops.aten, args[0], isinstance(args[0], GroupedTensor)
+    if func in (aten.detach.default, aten.alias.default):
+        return GroupedTensor(first.raw, first.form, first.dtype, first.order)
+    if func._schema.is_mutable and grouped:
+        raise TypeError("a weight in groups can't be written: `densify` its model first")
+    if func is aten.embedding.default and grouped:
+        return first.rows(args[1].flatten()).view(*args[1].shape, first.shape[1])
+    if func is aten.slice.Tensor and args[1] == 0 and len(args) < 5:
+        return first.rows(slice(*args[2:4]))
+    if func is aten.linear.default and not grouped and isinstance(args[1], GroupedTensor):
+        return _product(*args)
+    plain = lambda x: x.dequantize() if isinstance(x, GroupedTensor) else x
+    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
 # %% ../../nbs/3_models/gguf.ipynb #b33affdc
 @contextlib.contextmanager
-def numbers_at_hand(model: nn.Module, room: float) -> Iterator[None]:
-    """Inside, the weights of `model` that stay in groups are there as plain numbers, too, if these
-    take up to `room` bytes, for code that runs the model's own several times."""
+def without_numbers(model: nn.Module) -> Iterator[None]:
+    """Inside, products by the weights of `model` that stay in blocks are zeros, for code that is
+    run to see what it calls."""
     kept = [p for p in model.parameters() if isinstance(p, GroupedTensor)]
-    if sum(p.numel() * p.dtype.itemsize for p in kept) > room:
-        kept = []
     try:
         for p in kept:
-            p.plain = p.dequantize()
+            p.outline = True
         yield
     finally:
         for p in kept:
-            p.plain = None
+            p.outline = False
 
 # %% ../../nbs/3_models/gguf.ipynb #7c61b871
 def _order(processor: Any, name: str, n: int, about: dict[str, Any]) -> np.ndarray | None:
@@ -320,8 +347,9 @@ def _weight(
         order = _order(processor, tensor.name, len(tensor.data), about)
         if order is not None:
             moved = (order != np.arange(len(order))).any()
-            raw = torch.from_numpy(tensor.data[order] if moved else np.asarray(tensor.data))
-            return names.get(tensor.name, ""), GroupedTensor(raw, tensor.tensor_type.name, dtype)
+            raw, form = torch.from_numpy(np.asarray(tensor.data)), tensor.tensor_type.name
+            moves = torch.from_numpy(order) if moved else None
+            return names.get(tensor.name, ""), GroupedTensor(raw, form, dtype, moves)
     weights = dequantize(tensor.data, tensor.tensor_type)
     done = processor.process(weights=weights, name=tensor.name, **about)
     return names.get(done.name, ""), torch.from_numpy(np.array(done.weights)).to(dtype)
@@ -373,7 +401,10 @@ def _put_weights(
         if name not in places or places[name].shape != weight.shape:
             raise Unfit(f"{name} is {[*weight.shape]}")
         holder, _, last = name.rpartition(".")
-        setattr(model.get_submodule(holder), last, nn.Parameter(weight, requires_grad=False))
+        place = nn.Parameter(weight, requires_grad=False)
+        if isinstance(place, GroupedTensor):
+            place.file = Path(reader.data.filename)  # pyright: ignore[reportArgumentType]
+        setattr(model.get_submodule(holder), last, place)
 
 # %% ../../nbs/3_models/gguf.ipynb #ggufmodel
 def model_in_groups(
