@@ -401,7 +401,7 @@ def _put_weights(
         if name not in places or places[name].shape != weight.shape:
             raise Unfit(f"{name} is {[*weight.shape]}")
         holder, _, last = name.rpartition(".")
-        place = nn.Parameter(weight, requires_grad=False)
+        place: Any = nn.Parameter(weight, requires_grad=False)
         if isinstance(place, GroupedTensor):
             place.file = Path(reader.data.filename)  # pyright: ignore[reportArgumentType]
         setattr(model.get_submodule(holder), last, place)
