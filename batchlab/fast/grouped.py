@@ -155,8 +155,10 @@ def in_blocks(model: nn.Module) -> bool:
 
 def panels_of(model: nn.Module) -> KeptPanels | None:
     "The panels that are kept of the file that `model` is from, if its weights are in blocks."
-    files = {p.file for p in model.parameters() if getattr(p, "form", None) in BLOCKS}
-    return KeptPanels(files.pop()) if len(files) == 1 and None not in files else None
+    kept = [p for p in model.parameters() if getattr(p, "form", None) in BLOCKS]
+    files = {getattr(p, "file", None) for p in kept}
+    file = files.pop() if len(files) == 1 else None
+    return None if file is None else KeptPanels(file)
 
 
 @contextlib.contextmanager
