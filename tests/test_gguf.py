@@ -6,13 +6,16 @@ import pytest
 import torch
 from batchlab import LLM, SamplingParams
 from batchlab.bench import shapes
-from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, form_of, grouped_product
-from batchlab.fast.grouped import pack_groups, panel_table
+from batchlab.errors import Unavailable
+from batchlab.fast import grouped as B
+from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, dequantize_blocks, form_of
+from batchlab.fast.grouped import grouped_product, pack_blocks, pack_groups, panel_table
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.packed import PackedLinear, densify, plain_weight
 from batchlab.llm.config import weights_digest
 from batchlab.models import load_model, tiny_gguf, tiny_model, tiny_tokenizer
 from batchlab.models import gguf as G
+from batchlab.models.gguf import numbers_of
 from batchlab.models.load import keeps_groups
 from torch import nn
 
@@ -20,6 +23,9 @@ HALVES = dict(
     Q4_0=[0], Q4_1=[0, 2], Q5_0=[0], Q5_1=[0, 2], Q8_0=[0], Q4_K=[0, 2], Q5_K=[0, 2], Q6_K=[208]
 )
 DTYPES = [torch.float32, torch.bfloat16]
+needs_groups = pytest.mark.skipif(
+    not keeps_groups(torch.float32, "cpu"), reason="this processor gets plain numbers"
+)
 
 
 def random_blocks(form, n, K, seed=0):
@@ -98,6 +104,28 @@ def test_layers_side_by_side_may_have_different_forms(forms, sizes):
     assert mine.sizes == plain.sizes and mine.panels._length_ == -(-sum(sizes) // 32)
 
 
+def random_weight(form, n, dtype):
+    "A weight whose rows are in another order than those of its file."
+    raw = torch.from_numpy(random_blocks(form, n, 512, 5))
+    return G.GroupedTensor(
+        raw, form, dtype, torch.from_numpy(np.random.default_rng(n).permutation(n))
+    )
+
+
+@pytest.mark.parametrize("form", G.QUANT_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_read_blocks_as_torch_does(form, dtype):
+    weight, kernels = random_weight(form, 70, dtype), load_kernels()
+    plain = weight.dequantize()
+    assert torch.equal(plain, numbers_of(weight.raw, form, dtype)[weight.order])
+    for at in (slice(None), slice(3, 40), torch.tensor([69, 0, 0]), slice(0, 0)):
+        assert torch.equal(dequantize_blocks(kernels, weight, at), plain[at])
+    groups = Groups(*weight.groups())
+    assert torch.equal(
+        pack_blocks([weight], kernels), pack_groups(groups, form_of(groups), kernels)
+    )
+
+
 def test_every_form_of_files_has_one_in_the_kernels():
     for form in G.QUANT_TYPES:
         groups = Groups(*grouped(form, 32, 256, torch.float32).groups())
@@ -105,6 +133,92 @@ def test_every_form_of_files_has_one_in_the_kernels():
         assert found is not None and found in FORMS
         packed = pack_groups(groups, found, load_kernels())
         assert packed.shape == (1, 256 // found.group, found.nbytes)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    "How many rows of weights were read, by what read them."
+    counts = dict(dequantize=0, pack=0, torch=0)
+
+    def counted(name, what, rows):
+        def call(*args):
+            counts[name] += rows(args)
+            return what(*args)
+
+        return call
+
+    dequantize = counted("dequantize", B.dequantize_blocks, lambda a: len(range(len(a[1]))[a[2]]))
+    sampled = lambda k, w, at: (
+        dequantize(k, w, at) if isinstance(at, slice) else dequantize_blocks(k, w, at)
+    )
+    monkeypatch.setattr(B, "dequantize_blocks", sampled)
+    monkeypatch.setattr(
+        B, "pack_blocks", counted("pack", B.pack_blocks, lambda a: sum(map(len, a[0])))
+    )
+    monkeypatch.setattr(G, "numbers_of", counted("torch", G.numbers_of, lambda a: len(a[0])))
+    return counts
+
+
+def kept_rows(model):
+    linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    return sum(len(w) for w in linears if hasattr(w, "groups"))
+
+
+@needs_groups
+@pytest.mark.parametrize("arch", shapes.GGUF_ARCHS)
+def test_opening_reads_each_weight_twice(file_of, passes, arch):
+    "Once for the answers of the model's own code, once to pack it."
+    path = file_of(arch, "q4_0")
+    rows = kept_rows(load_model(path, dtype="fp32", grouped=True)[0])
+    passes.update(torch=0)
+    llm = LLM(path, dtype="fp32")
+    assert llm.backend.name == "fused"
+    assert passes["dequantize"] == passes["pack"] == rows
+    looked_up = 100 * (
+        2 + 2 * llm.model.config.num_hidden_layers
+    )  # embeddings, and four rows of each
+    assert passes["torch"] < looked_up
+
+
+def test_what_layers_ask_does_not_depend_on_their_numbers(file_of):
+    from batchlab.fast.trial import layer_specs
+
+    for arch in shapes.GGUF_ARCHS:
+        model = load_model(file_of(arch, "q8_0"), dtype="fp32", grouped=True)[0]
+        want = layer_specs(model)
+        with G.without_numbers(model):
+            assert layer_specs(model) == want
+        ids = torch.tensor([[1, 2, 3]])
+        with torch.inference_mode():
+            assert model(ids).logits.abs().max() > 0  # they are back
+
+
+@needs_groups
+def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
+    "The model then runs in another way, by the file's weights, which are still there."
+    path = file_of("llama", "q4_0")
+    want = answers(LLM(*load_model(path, dtype="fp32")))
+    pack = B.pack_blocks
+    monkeypatch.setattr(B, "pack_blocks", lambda *args: pack(*args).flip(0))
+    llm = LLM(path, dtype="fp32")
+    assert llm.backend.name != "fused" and "differ from those alone" in llm.backend.why
+    assert [a for a, _ in answers(llm)] == [a for a, _ in want]
+
+
+@needs_groups
+def test_kernels_that_read_a_format_otherwise_are_not_used(file_of, monkeypatch):
+    path = file_of("llama", "q4_0")
+    want = answers(LLM(*load_model(path, dtype="fp32")))
+    right = B.dequantize_blocks
+    monkeypatch.setattr(
+        B, "dequantize_blocks", lambda *args: right(*args).nextafter(torch.tensor(9.0))
+    )
+    model = load_model(path, dtype="fp32", grouped=True)[0]
+    with pytest.raises(Unavailable, match="otherwise"), B.quick_rows(model, load_kernels()):
+        pass
+    llm = LLM(path, dtype="fp32")
+    assert llm.backend.name != "fused"
+    assert [a for a, _ in answers(llm)] == [a for a, _ in want]
 
 
 def test_a_grouped_tensor_is_its_numbers_for_torch():

@@ -23,7 +23,7 @@ from ..core.cache import KVCache, Shape
 from ..core.packing import ints
 from ..errors import Unavailable
 from .experts import PackedExperts, ProbeOfMixture
-from .grouped import pack_linears
+from .grouped import in_blocks, pack_linears, panels_of, quick_rows
 from .int8 import Int8Linear
 from .w4a8 import W4A8Linear
 from batchlab.fast.kernels import (
@@ -64,13 +64,15 @@ class WeightPacker:
     """Packs the weights of a model for `kernels`; `nbytes`: what the packed ones take.
 
     `own`: the model's weights are given up as they are packed, and its modules lead to the
-    packed ones from then on. `linear`: what is made of linear layers."""
+    packed ones from then on. `linear`: what is made of linear layers. `joined`: what has been
+    joined in layers and stands beside their own weights, to be given up by `give_up`."""
 
     def __init__(
         self, kernels: Kernels, own: bool = False, linear: MakeLinear = PackedLinear
     ) -> None:
         self.kernels, self.own, self.linear, self.nbytes = kernels, own, linear, 0
         self.memory, self.files = HugePages(), mapped_files() if own else []
+        self.joined = list[tuple[Any, list[Any], Any]]()
 
     def join(self, modules: list[Any], layer: Any = None, make: MakeLinear | None = None) -> Any:
         """One module for linear `modules` of the same input, which slices of it replace in
@@ -79,11 +81,19 @@ class WeightPacker:
             *map(as_linear, modules), kernels=self.kernels, empty=self.memory.empty
         )
         self.nbytes += joined.nbytes
-        for m in modules:
-            release_mapped_pages(getattr(m.weight, "raw", m.weight), self.files)
-        if self.own and layer:
-            replace_linears(layer, modules, joined)
+        self.joined.append((layer, modules, joined))
+        if self.own:
+            self.give_up(self.files)
         return joined
+
+    def give_up(self, files: Sequence[tuple[int, int]]) -> None:
+        "Put what has been joined in the place of the weights, and give back their pages in `files`."
+        while self.joined:
+            layer, modules, joined = self.joined.pop()
+            for m in modules:
+                release_mapped_pages(getattr(m.weight, "raw", m.weight), files)
+            if layer:
+                replace_linears(layer, modules, joined)
 
     def products(self, layer: Any) -> tuple[Any, ...]:
         """The four products of a layer: q, k and v; output; gate and up; down. None for those
@@ -204,7 +214,8 @@ class FusedWeights:
         linear: MakeLinear = PackedLinear,
         specs: Sequence[AttentionSpec] | None = None,
     ) -> None:
-        family, packer = check_family(model), WeightPacker(kernels, own, linear)
+        family, self.packer = check_family(model), WeightPacker(kernels, own, linear)
+        packer = self.packer
         self.model, self.kernels, self.specs = model, kernels, attention_specs(model, specs)
         self.rotations, self.kinds = describe_rotations(model)
         self.modules: list[tuple[Any, ...]] = [packer.products(layer) for layer in layers_of(model)]
@@ -218,7 +229,7 @@ class FusedWeights:
         self._describe_end(self.layers[len(self.modules)])
         self.outside, self.nbytes = parts_outside(self.layers), packer.nbytes
         if own:
-            self._give_up()
+            self.give_up()
 
     def _describe_end(self, end: Layer) -> None:
         if self.head is not None:
@@ -228,7 +239,9 @@ class FusedWeights:
             end.before, kept = describe_norm(norm, self.model.config.hidden_size)
             self.kept += kept
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        "Give the weights up that are packed, if they were still there."
+        self.packer.give_up(mapped_files())
         self.embedding.give_up(self.head)
         if self.head is not None:
             self.model.lm_head = self.head
@@ -490,7 +503,7 @@ def fuse(
     specs: Sequence[AttentionSpec] | None = None,
 ) -> Fused:
     """A `Fused` whose layers gave the model's own logits when they were tried, before any weight
-    was touched.
+    was given up.
 
     `shapes`: the model's `kv_layout`; `own`, `linear`, `specs`: see `Fused`; `probe`: see
     `check_backend`. Raises `Unavailable`."""
@@ -505,9 +518,12 @@ def fuse(
         probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
     if probe is None and head_of(model) is None:
         probe = StateProbe(model, probe_rows(model))
-    with attention_override(model):
+    packs = linear is pack_linears and in_blocks(model)
+    kept = panels_of(model) if packs else None
+    packed = partial(linear, kept=kept) if packs else PlainLinear
+    with attention_override(model), quick_rows(model, kernels):
         try:
-            tried = Fused(model, kernels, linear=PlainLinear, specs=specs)
+            tried = Fused(model, kernels, linear=packed, specs=specs)
         except (
             AttributeError,
             TypeError,
@@ -522,7 +538,11 @@ def fuse(
             check_backend(model, FusedBackend(tried, shapes), probe)
         except Unavailable as e:
             raise Unavailable(f"{type(model).__name__} runs by its own code: fused, {e}") from e
-        if linear is PlainLinear:
+        if kept is not None:
+            kept.keep()
+        if packs and own:
+            tried.give_up()
+        if packs or linear is PlainLinear:
             return tried
         tried_specs = tried.specs
         del tried  # it holds the layers whose weights are to be given up

@@ -37,37 +37,189 @@ static inline i64 number_at(const Form& f, i64 o, i64 k) {
     return f.bits == 8 ? (k / 2 * 4 + eight) * 16 + lane : ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2;
 }
 
-// Whole numbers [N, K] and their scales and offsets or zero points [N, K / group] as panels; the last is filled up with zeros.
-// at(form, output, k) says where a number is, counted in bits / 8 bytes; one of 8 bits is stored plus `more`.
-template <class T, class F>
-static void put_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, const Form& f, F at,
-                       int more) {
+static inline uint64_t squeeze(uint64_t x) {  // numbers of 4 bits in bytes 0, 2, 4 and 6, in 16 bits
+    x &= 0x000f000f000f000f, x = (x | x >> 12) & 0x000000ff000000ff;
+    return (x | x >> 24) & 0xffff;
+}
+// The numbers x of a group of output o, those of 4 bits not negative, among the numbers q of its panel
+template <int GROUP>
+static inline void put_group(i64 bits, i64 o, const int8_t* x, uint8_t* q) {
+    if (bits == 8) {
+        for (int k = 0; k < GROUP; k += 2) memcpy(q + o * 2 + k * 32, x + k, 2);
+        return;
+    }
+    for (int k = 0; k < GROUP; k += 16) {
+        uint64_t a, b;
+        memcpy(&a, x + k, 8), memcpy(&b, x + k + 8, 8);
+        const uint64_t woven = squeeze(a) | squeeze(b) << 16 | squeeze(a >> 8) << 32 | squeeze(b >> 8) << 48;
+        memcpy(q + o * 8 + k * 16, &woven, 8);
+    }
+}
+static inline void put_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
+    if (f.group == 16) return put_group<16>(f.bits, o, x, q);
+    if (f.group == 32) return put_group<32>(f.bits, o, x, q);
+    f.group == 64 ? put_group<64>(f.bits, o, x, q) : put_group<128>(f.bits, o, x, q);
+}
+
+// Whole numbers [N, K] and their scales and offsets or zero points [N, K / group] as panels; the last is filled up with zeros
+template <class T>
+static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
+    const Form f = FORMS[form];
     const i64 n = K / f.group, size = f.wide ? 4 : 2;
 #pragma omp parallel for schedule(dynamic)
     for (i64 p = 0; p < (N + NR - 1) / NR; p++)
         for (i64 g = 0; g < n; g++) {
-            uint8_t *group = to + (p * n + g) * f.bytes(), *q = group + f.scales();
+            uint8_t* group = to + (p * n + g) * f.bytes();
             memset(group, 0, f.bytes());
             for (i64 o = 0; o < NR && p * NR + o < N; o++) {
                 const i64 r = p * NR + o;
+                int8_t x[128];
+                for (i64 k = 0; k < f.group; k++) x[k] = numbers[r * K + g * f.group + k] + f.zero;
                 memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
                 if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
-                const int8_t* x = numbers + r * K + g * f.group;
-                for (i64 k = 0; k < f.group; k++) {
-                    const i64 i = at(f, o, k);
-                    if (f.bits == 8)
-                        q[i] = x[k] + more;
-                    else
-                        q[i / 2] |= (x[k] + f.zero) << i % 2 * 4;
-                }
+                put_row(f, o, x, group + f.scales());
             }
         }
 }
-template <class T>
-static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
-    put_groups(numbers, scales, offsets, to, N, K, FORMS[form], number_at, 0);
-}
 EXPORT(pack_groups)
+
+// The formats of GGUF files: the bytes and the weights of a block, and the form of its groups
+struct Block {
+    const char* name;
+    i64 bytes, weights, form;
+};
+static const Block BLOCKS[] = {
+    {"Q4_0", 18, 32, 0}, {"Q4_1", 20, 32, 1},   {"Q5_0", 22, 32, 3},   {"Q5_1", 24, 32, 4},
+    {"Q8_0", 34, 32, 3}, {"Q4_K", 144, 256, 2}, {"Q5_K", 176, 256, 5}, {"Q6_K", 210, 256, 6},
+};
+// A block, taken apart: its whole numbers, and the scales and offsets of its groups in the type of the form
+struct Unpacked {
+    int8_t x[256];
+    union {
+        uint16_t half[2][16];
+        float wide[2][16];
+    };
+};
+static inline void nibbles(const uint8_t* q, int8_t* x, i64 n) {  // the lower halves of n bytes, then the upper ones
+    for (i64 i = 0; i < n; i++) x[i] = q[i] & 15, x[n + i] = q[i] >> 4;
+}
+static inline void fifth_bits(const uint8_t* h, int8_t* x) {
+    uint32_t bits;
+    memcpy(&bits, h, 4);
+    for (int i = 0; i < 32; i++) x[i] |= (bits >> i & 1) << 4;
+}
+template <int BITS>
+static inline void high_bits(const uint8_t* h, int8_t* x) {  // of each of 32 bytes the lowest bits, then the next, ...
+    for (int j = 0; j < 8 / BITS; j++)
+        for (int i = 0; i < 32; i++) x[32 * j + i] |= (h[i] >> BITS * j & ((1 << BITS) - 1)) << 4;
+}
+static inline void subtract(int8_t* x, i64 n, int8_t y) {
+    for (i64 i = 0; i < n; i++) x[i] -= y;
+}
+static inline void k_scales(const uint8_t* b, Unpacked& u) {  // of 8 groups: 6 bits of each are in 12 bytes
+    const float scale = one((const fp16*)b), offset = one((const fp16*)b + 1);
+    const uint8_t *low = b + 4, *mid = b + 8, *high = b + 12;
+    for (int i = 0; i < 4; i++) {
+        u.wide[0][i] = scale * (low[i] & 63), u.wide[0][i + 4] = scale * ((high[i] & 15) | (low[i] >> 2 & 48));
+        u.wide[1][i] = -(offset * (mid[i] & 63)), u.wide[1][i + 4] = -(offset * (high[i] >> 4 | (mid[i] >> 2 & 48)));
+    }
+}
+static inline void unpack_k(i64 kind, const uint8_t* b, Unpacked& u) {  // of blocks of 256
+    if (kind == 7) {
+        for (int j = 0; j < 2; j++) {
+            nibbles(b + 64 * j, u.x + 128 * j, 64);
+            high_bits<2>(b + 128 + 32 * j, u.x + 128 * j);
+        }
+        for (int g = 0; g < 16; g++) u.wide[0][g] = one((const fp16*)(b + 208)) * (int8_t)b[192 + g];
+        return subtract(u.x, 256, 32);
+    }
+    k_scales(b, u);
+    for (int j = 0; j < 4; j++) nibbles(b + (kind == 5 ? 16 : 48) + 32 * j, u.x + 64 * j, 32);
+    if (kind == 6) high_bits<1>(b + 16, u.x);
+}
+
+static inline void unpack(i64 kind, const uint8_t* b, Unpacked& u) {
+    if (kind > 4) return unpack_k(kind, b, u);
+    const bool offsets = kind == 1 || kind == 3;
+    memcpy(u.half[0], b, 2), b += 2;
+    if (offsets) memcpy(u.half[1], b, 2), b += 2;
+    if (kind == 4) {
+        memcpy(u.x, b, 32);
+        return;
+    }
+    const bool five = kind > 1;
+    nibbles(five ? b + 4 : b, u.x, 16);
+    if (five) fifth_bits(b, u.x);
+    if (kind == 2) subtract(u.x, 32, 16);
+}
+template <class T>
+static void pack_panel(const T* rows, uint8_t* to, i64 count, i64 K, i64 kind) {  // of so many rows
+    const Block z = BLOCKS[kind];
+    const Form f = FORMS[z.form];
+    const i64 size = f.wide ? 4 : 2, groups = z.weights / f.group;
+    if (count < NR) memset(to, 0, K / f.group * f.bytes());
+    Unpacked u;
+    for (i64 i = 0; i < K / z.weights; i++)
+        for (i64 o = 0; o < count; o++) {
+            unpack(kind, (const uint8_t*)rows[o] + i * z.bytes, u);
+            for (i64 g = 0; g < groups; g++) {
+                uint8_t* group = to + (i * groups + g) * f.bytes();
+                for (i64 j = 0; j < 1 + f.offsets; j++) {
+                    const void* from = f.wide ? (const void*)(u.wide[j] + g) : u.half[j] + g;
+                    memcpy(group + (j * NR + o) * size, from, size);
+                }
+                put_row(f, o, u.x + g * f.group, group + f.scales());
+            }
+        }
+}
+// rows: where each of N rows of K weights in blocks of this kind lies; `to`: panels, of which the last is filled up with zeros.
+// With `changed` only those are written that are others than what is there, and counted
+template <class T>
+static void pack_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
+    const Form f = FORMS[BLOCKS[kind].form];
+    const i64 bytes = K / f.group * f.bytes();
+    i64 others = 0;
+#pragma omp parallel for schedule(dynamic) reduction(+ : others)
+    for (i64 p = 0; p < (N + NR - 1) / NR; p++) {
+        static thread_local std::vector<uint8_t> room;
+        uint8_t* panel = to + p * bytes;
+        if (changed) room.resize(bytes);
+        uint8_t* packed = changed ? room.data() : panel;
+        pack_panel(rows + p * NR, packed, std::min<i64>(NR, N - p * NR), K, kind);
+        if (changed && memcmp(panel, packed, bytes)) memcpy(panel, packed, bytes), others++;
+    }
+    if (changed) *changed = others;
+}
+EXPORT(pack_blocks)
+
+template <int GROUP, class T>
+static inline void scale_group(const int8_t* x, int zero, float scale, float offset, T* to) {
+    float y[GROUP];
+    for (int k = 0; k < GROUP; k++) y[k] = scale * (x[k] - zero) + offset;
+    for (int k = 0; k < GROUP; k += W) store(to + k, load(y + k));
+}
+template <class T>
+static void dequantize_blocks(const i64* rows, T* to, i64 N, i64 K, i64 kind) {
+    const Block z = BLOCKS[kind];
+    const Form f = FORMS[z.form];
+#pragma omp parallel for if (N * K > 100000)
+    for (i64 r = 0; r < N; r++) {
+        Unpacked u;
+        for (i64 i = 0; i < K / z.weights; i++) {
+            unpack(kind, (const uint8_t*)rows[r] + i * z.bytes, u);
+            for (i64 g = 0; g < z.weights / f.group; g++) {
+                const auto at = [&](int j) { return f.wide ? u.wide[j][g] : one((const fp16*)u.half[j] + g); };
+                const float scale = at(0), offset = f.offsets ? at(1) : -0.f;
+                T* at_group = to + r * K + i * z.weights + g * f.group;
+                if (f.group == 32)
+                    scale_group<32>(u.x + g * 32, f.zero, scale, offset, at_group);
+                else
+                    scale_group<16>(u.x + g * 16, f.zero, scale, offset, at_group);
+            }
+        }
+    }
+}
+EXPORT(dequantize_blocks)
 
 #ifdef __AVX512F__
 static inline vf twice(const float* p) {  // p[0], p[0], p[1], p[1], ...

@@ -5,9 +5,30 @@
 static inline i64 quad_at(const Form& f, i64 o, i64 k) {
     return f.bits == 8 ? (k / 4 * NR + o) * 4 + k % 4 : ((k / 8 * NR + o) * 4 + k % 4) * 2 + k / 4 % 2;
 }
+// As `pack_groups`; a number of 8 bits is stored plus 128
 template <class T>
 static void pack_quads(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
-    put_groups(numbers, scales, offsets, to, N, K, FORMS[form], quad_at, 128);
+    const Form f = FORMS[form];
+    const i64 n = K / f.group, size = f.wide ? 4 : 2;
+#pragma omp parallel for schedule(dynamic)
+    for (i64 p = 0; p < (N + NR - 1) / NR; p++)
+        for (i64 g = 0; g < n; g++) {
+            uint8_t *group = to + (p * n + g) * f.bytes(), *q = group + f.scales();
+            memset(group, 0, f.bytes());
+            for (i64 o = 0; o < NR && p * NR + o < N; o++) {
+                const i64 r = p * NR + o;
+                memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
+                if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
+                const int8_t* x = numbers + r * K + g * f.group;
+                for (i64 k = 0; k < f.group; k++) {
+                    const i64 i = quad_at(f, o, k);
+                    if (f.bits == 8)
+                        q[i] = x[k] + 128;
+                    else
+                        q[i / 2] |= (x[k] + f.zero) << i % 2 * 4;
+                }
+            }
+        }
 }
 EXPORT(pack_quads)
 

@@ -18,6 +18,7 @@ from .grouped import grouped_product, pack_groups, panel_table
 from .int8 import Int8Linear
 from .native import DTYPES, Kernels, row_addresses
 from .packed import MakeLinear, plain_weight
+from .panels import KeptPanels
 
 # %% ../../nbs/4_fast/23b_w4a8.ipynb #9630de48
 def quantize_groups(*weights: torch.Tensor, kernels: Kernels, bits: int = 4) -> Groups:
@@ -74,9 +75,9 @@ class W4A8Linear(GroupedLinear):
         super().__init__(*linears, kernels=kernels, empty=empty)
 
     def _pack(
-        self, linears: list[Any], empty: Callable[..., torch.Tensor]
+        self, linears: list[Any], empty: Callable[..., torch.Tensor], kept: KeptPanels | None
     ) -> tuple[torch.Tensor, int]:
-        "The panels of `linears`, and the index of their form."
+        "The panels of `linears`, and the index of their form; none are `kept` on the disk."
         weights = [l.weight for l in linears]
         if (found := groups_of(weights, GROUP)) is None:
             plain = [plain_weight(w) for w in weights]

@@ -33,6 +33,7 @@ from ..core.backend import Backend
 from ..fast.backends import select_backend
 from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
+from ..models.gguf import without_numbers
 from ..models.load import load_tokenizer
 from ..machine import memory_limits
 from ..models import load_model, max_model_len
@@ -139,7 +140,8 @@ def probe_model(
                 model, probe_rows(model), at_once=True
             )  # the model's own answers, asked for once
             try:
-                specs = layer_specs(model)
+                with without_numbers(model):
+                    specs = layer_specs(model)
                 asked = replace(options or BackendOptions(), probe=probe, specs=specs, untried=True)
                 backend = select_backend(model, shapes := [spec.shape for spec in specs], asked)
             except Unavailable as e:

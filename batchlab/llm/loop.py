@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 from ..core.backend import Backend
 from ..fast.packed import densify
-from ..models.gguf import numbers_at_hand
 from ..fast.trial import BackendOptions
 from ..core.blocks import KVBudget
 from batchlab.llm.config import (
@@ -421,13 +420,12 @@ def probe(llm: LoadedModel) -> Backend:
     ran it. Raises `UnsupportedModelError`, `CompileError`."""
     model = llm.model
     options = BackendOptions(llm.compile, llm.own, free_memory(model.device) / 10, llm.quantization)
-    with numbers_at_hand(model, free_memory(model.device) / 10):
-        if not llm.can_generate:
-            llm.shapes, llm.causal, backend = probe_pooling(model, options)
-        else:
-            llm.shapes, llm.paddable, backend = probe_model(
-                model, llm.strategy == "continuous", llm.switch, options
-            )
+    if not llm.can_generate:
+        llm.shapes, llm.causal, backend = probe_pooling(model, options)
+    else:
+        llm.shapes, llm.paddable, backend = probe_model(
+            model, llm.strategy == "continuous", llm.switch, options
+        )
     if backend.name == "torch":
         densify(model)  # the model's own code would dequantise each weight at each step
     if llm.quantization and backend.name not in ("fused", "modules"):

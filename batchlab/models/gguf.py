@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'read_once', 'split', 'plain_numbers', 'numbers_of', 'dequantize',
-           'Stored', 'Blocks', 'GroupedTensor', 'numbers_at_hand', 'Unfit', 'places_of', 'model_in_groups']
+           'Stored', 'Blocks', 'GroupedTensor', 'without_numbers', 'Unfit', 'places_of', 'model_in_groups']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
 import contextlib, copy, functools, mmap, struct, threading
@@ -254,10 +254,12 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class Blocks:
-    "Rows of blocks of a GGUF file: uint8 `[N, bytes of a row]`, of a `form` of `QUANT_TYPES`."
+    """Rows of blocks of a GGUF file: uint8 `[N, bytes of a row]`, of a `form` of `QUANT_TYPES`.
+    `order`: None, or int64 `[N]`, which of them is each row."""
 
     raw: torch.Tensor
     form: str
+    order: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -269,16 +271,21 @@ class Blocks:
         return self.raw.nbytes
 
     def groups(self, at: slice | torch.Tensor) -> tuple[Any, ...]:
-        return split(self.raw[at], self.form)
+        return split(self.raw[at if self.order is None else self.order[at]], self.form)
 
 # %% ../../nbs/3_models/gguf.ipynb #0cd4f160
 class GroupedTensor(torch.Tensor):
     """A weight `[N, K]` that stays as it is `stored` in its file. For torch it is the numbers of
     `dtype` that this stands for: a lookup of rows, as an embedding's, dequantises those rows, and
-    any other operation all of them, each time anew."""
+    any other operation all of them, each time anew.
+
+    `quick`: what dequantises rows instead of torch, or None. `file`: which it is mapped from, or
+    None."""
 
     stored: Stored
-    plain: torch.Tensor | None = None  # all of it as plain numbers, inside `numbers_at_hand`
+    quick: Callable[[slice | torch.Tensor], torch.Tensor] | None = None
+    outline = False  # inside `without_numbers`
+    file: Path | None = None
 
     @staticmethod
     def __new__(cls, stored: Stored, dtype: torch.dtype) -> GroupedTensor:
@@ -297,52 +304,80 @@ class GroupedTensor(torch.Tensor):
         "Of what is stored."
         return self.stored.nbytes
 
+    @property
+    def form(self) -> str:
+        "A key of `QUANT_TYPES`, '' for what is stored otherwise."
+        return self.stored.form if isinstance(self.stored, Blocks) else ""
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        "See `Blocks`."
+        return self.stored.order if isinstance(self.stored, Blocks) else None
+
     def groups(self) -> tuple[Any, ...]:
         "Numbers, scales and so on of all rows, see `Stored`."
         return self.stored.groups(slice(None))
 
     def rows(self, at: slice | torch.Tensor) -> torch.Tensor:
         "The rows `at`, an index of the first dim, as plain numbers."
+        if self.quick is not None:
+            return self.quick(at)
         return plain_numbers(self.stored.groups(at), self.dtype)
 
     def dequantize(self) -> torch.Tensor:
         "All of it, as plain numbers."
-        if self.plain is not None:
-            return self.plain
-        n = max(1, 2**20 // self.shape[1])  # so many at a time stay in a cache
-        return torch.cat([self.rows(slice(i, i + n)) for i in range(0, self.shape[0], n)])
+        return torch.cat([self.rows(at) for at in _pieces(self)])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aten, first = torch.ops.aten, args[0]
-        if func in (aten.detach.default, aten.alias.default):
-            return cls(first.stored, first.dtype)
-        if func._schema.is_mutable and isinstance(first, cls):
-            raise TypeError("a weight in groups can't be written: `densify` its model first")
-        if func is aten.embedding.default and isinstance(first, cls):
-            return first.rows(args[1].flatten()).view(*args[1].shape, first.shape[1])
-        if func is aten.slice.Tensor and args[1] == 0 and len(args) < 5:
-            return first.rows(slice(*args[2:4]))
-        plain = lambda x: x.dequantize() if isinstance(x, cls) else x
-        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        return _dispatch(func, args, kwargs or {})
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
+# %% ../../nbs/3_models/gguf.ipynb #gpieces2
+def _pieces(w: GroupedTensor) -> Iterator[slice]:
+    "All rows of `w`, so many at a time that their numbers stay in a cache."
+    n = max(1, 2**21 // w.shape[1])
+    return (slice(i, i + n) for i in range(0, len(w), n))
+
+
+def _product(x: torch.Tensor, w: GroupedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    "What `linear` gives, without all numbers of `w` being there at once."
+    if w.outline:
+        return x.new_zeros(*x.shape[:-1], len(w))
+    bias_at = lambda at: None if bias is None else bias[at]
+    return torch.cat([nn.functional.linear(x, w.rows(i), bias_at(i)) for i in _pieces(w)], -1)
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    "An operation of torch, of whose arguments some are a `GroupedTensor`."
+    aten, first, grouped = torch.ops.aten, args[0], isinstance(args[0], GroupedTensor)
+    if func in (aten.detach.default, aten.alias.default):
+        return GroupedTensor(first.stored, first.dtype)
+    if func._schema.is_mutable and grouped:
+        raise TypeError("a weight in groups can't be written: `densify` its model first")
+    if func is aten.embedding.default and grouped:
+        return first.rows(args[1].flatten()).view(*args[1].shape, first.shape[1])
+    if func is aten.slice.Tensor and args[1] == 0 and len(args) < 5:
+        return first.rows(slice(*args[2:4]))
+    if func is aten.linear.default and not grouped and isinstance(args[1], GroupedTensor):
+        return _product(*args)
+    plain = lambda x: x.dequantize() if isinstance(x, GroupedTensor) else x
+    return func(*tree_map(plain, args), **tree_map(plain, kwargs))
+
 # %% ../../nbs/3_models/gguf.ipynb #b33affdc
 @contextlib.contextmanager
-def numbers_at_hand(model: nn.Module, room: float) -> Iterator[None]:
-    """Inside, the weights of `model` that stay in groups are there as plain numbers, too, if these
-    take up to `room` bytes, for code that runs the model's own several times."""
+def without_numbers(model: nn.Module) -> Iterator[None]:
+    """Inside, products by the weights of `model` that stay in blocks are zeros, for code that is
+    run to see what it calls."""
     kept = [p for p in model.parameters() if isinstance(p, GroupedTensor)]
-    if sum(p.numel() * p.dtype.itemsize for p in kept) > room:
-        kept = []
     try:
         for p in kept:
-            p.plain = p.dequantize()
+            p.outline = True
         yield
     finally:
         for p in kept:
-            p.plain = None
+            p.outline = False
 
 # %% ../../nbs/3_models/gguf.ipynb #7c61b871
 def _order(processor: Any, name: str, n: int, about: dict[str, Any]) -> np.ndarray | None:
@@ -369,9 +404,9 @@ def _weight(
         order = _order(processor, tensor.name, len(tensor.data), about)
         if order is not None:
             moved = (order != np.arange(len(order))).any()
-            raw = torch.from_numpy(tensor.data[order] if moved else np.asarray(tensor.data))
-            blocks = Blocks(raw, tensor.tensor_type.name)
-            return names.get(tensor.name, ""), GroupedTensor(blocks, dtype)
+            moves = torch.from_numpy(order) if moved else None
+            raw, form = torch.from_numpy(np.asarray(tensor.data)), tensor.tensor_type.name
+            return names.get(tensor.name, ""), GroupedTensor(Blocks(raw, form, moves), dtype)
     weights = dequantize(tensor.data, tensor.tensor_type)
     done = processor.process(weights=weights, name=tensor.name, **about)
     return names.get(done.name, ""), torch.from_numpy(np.array(done.weights)).to(dtype)
@@ -423,7 +458,10 @@ def _put_weights(
         if name not in places or places[name].shape != weight.shape:
             raise Unfit(f"{name} is {[*weight.shape]}")
         holder, _, last = name.rpartition(".")
-        setattr(model.get_submodule(holder), last, nn.Parameter(weight, requires_grad=False))
+        place: Any = nn.Parameter(weight, requires_grad=False)
+        if isinstance(place, GroupedTensor):
+            place.file = Path(reader.data.filename)  # pyright: ignore[reportArgumentType]
+        setattr(model.get_submodule(holder), last, place)
 
 # %% ../../nbs/3_models/gguf.ipynb #ggufmodel
 def model_in_groups(

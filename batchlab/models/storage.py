@@ -22,14 +22,15 @@ __all__ = ['Kept', 'own', 'hub', 'remove', 'clear']
 # %% ../../nbs/3_models/storage.ipynb #12b25377
 _FILES = {
     "kernels": "[0-9a-f]" * 16 + ".so",
+    "panels": "[0-9a-f]" * 16 + ".bin",
     "bench-shapes": "*-s[0-9]*",
 }  # in folders of these names
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Something on the disk: 'model' in the hub's cache or ours, 'kernels', 'bench-shapes', or a
-    'download' that was not finished.
+    """Something on the disk: 'model' in the hub's cache or ours, 'kernels', 'panels',
+    'bench-shapes', or a 'download' that was not finished.
 
     `nbytes` in bytes."""
 
@@ -53,8 +54,8 @@ def _size(paths: Iterable[Path]) -> int:
 
 # %% ../../nbs/3_models/storage.ipynb #187d1a71
 def own() -> list[Kept]:
-    """What is in batchlab's own folder: models, compiled kernels, models of random weights,
-    unfinished downloads."""
+    """What is in batchlab's own folder: models, compiled kernels, packed weights, models of
+    random weights, unfinished downloads."""
     folder, found = cache_dir(), []
     made = {w.folder: w.model for w in WHEELS.values()}
     for path in sorted(path for w in WHEELS.values() for path in folder.glob(w.versions)):
