@@ -107,9 +107,8 @@ def test_layers_side_by_side_may_have_different_forms(forms, sizes):
 def random_weight(form, n, dtype):
     "A weight whose rows are in another order than those of its file."
     raw = torch.from_numpy(random_blocks(form, n, 512, 5))
-    return G.GroupedTensor(
-        raw, form, dtype, torch.from_numpy(np.random.default_rng(n).permutation(n))
-    )
+    order = torch.from_numpy(np.random.default_rng(n).permutation(n))
+    return G.GroupedTensor(G.Blocks(raw, form, order), dtype)
 
 
 @pytest.mark.parametrize("form", G.QUANT_TYPES)

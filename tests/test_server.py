@@ -637,8 +637,8 @@ def test_what_has_no_effect_is_said_once(web, caplog):
 
     say_ignored.cache_clear()
     for k in [*IGNORED] * 2:
-        body = dict(messages=TALK, max_tokens=1) | {k: "low"}
-        assert web.post(CHAT, json=body).status_code == 200
+        body = dict(prompt="a", max_tokens=1) | {k: "low"}
+        assert web.post(TEXT, json=body).status_code == 200
     said = [r for r in caplog.records if "no effect" in r.getMessage()]
     assert len(said) == len(IGNORED)
 
