@@ -80,7 +80,6 @@ def stand_in() -> PreTrainedTokenizerBase:
 class UnloadedLLM(LLM):
     """An `LLM` of which only the config is read, a folder's or a hub id's: `plan` works, and
     whatever would run the model raises `ModelError`. Takes the arguments of `LLM`.
-
     `estimate` says how its plans are less than exact."""
 
     loaded = False
