@@ -1,6 +1,6 @@
 """Folders that AWQ, GPTQ or compressed-tensors packed: the weights of the published formula, to the bit, and the answers of the dequantised model."""
 
-import json
+import json, shutil
 
 import pytest
 import torch
@@ -280,6 +280,41 @@ def linear_of(weight, bias=None):
 
 def plain_linear(layer, kernels):
     return PackedLinear(linear_of(plain_weight(layer.weight)), kernels=kernels, onednn=False)
+
+
+@pytest.mark.parametrize("K, filled", [(192, False), (192, True), (960, False), (480, False)])
+def test_the_last_group_may_be_short(tmp_path, K, filled):
+    "Also where the columns could be shared out evenly."
+    gen, index = torch.Generator().manual_seed(2), index_of(K, 128, None)
+    parts = quantise(torch.randn(48, K, generator=gen), 4, index, False, HALF)
+    weight = read(tmp_path, gptq(*parts, index, 4, g_idx=filled), gptq, 4, 128, torch.float32)
+    assert torch.equal(plain_weight(weight), formula(*parts, index, torch.float32))
+
+
+def test_a_layer_may_have_other_bits_than_its_folder(tmp_path):
+    gen, index = torch.Generator().manual_seed(3), index_of(256, 64, None)
+    for filled in (True, False):
+        parts = quantise(torch.randn(48, 256, generator=gen), 8, index, False, HALF)
+        weight = read(tmp_path, gptq(*parts, index, 8, g_idx=filled), gptq, 4, 64, torch.float32)
+        assert torch.equal(plain_weight(weight), formula(*parts, index, torch.float32))
+
+
+def test_an_order_that_was_never_filled_in_is_none(tmp_path):
+    gen, index = torch.Generator().manual_seed(4), index_of(256, 64, None)
+    parts = quantise(torch.randn(48, 256, generator=gen), 4, index, False, HALF)
+    tensors = gptq(*parts, index, 4) | dict(g_idx=torch.zeros(256, dtype=torch.int32))
+    weight = read(tmp_path, tensors, gptq, 4, 64, torch.float32)
+    assert torch.equal(plain_weight(weight), formula(*parts, index, torch.float32))
+
+
+@pytest.mark.parametrize("packing", ["gptq", ["gptq"], dict(quant_method="gptq", bits="four")])
+def test_a_damaged_configuration_is_named(tmp_path, made, packing):
+    shutil.copytree(made("gptq")[0], tmp_path / "m")
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    (tmp_path / "m/config.json").write_text(json.dumps(config | dict(quantization_config=packing)))
+    with pytest.raises(ModelError) as e:
+        load_model(tmp_path / "m")
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -363,6 +363,9 @@ def _packing_of(folder: Path, config: Any) -> Packing | None:
         packing = packing_of(config)
     except Unreadable as e:
         raise UnsupportedModelError(f"{folder}: {e}") from e
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as e:
+        why = f"its quantization_config can't be read ({one_line(e)})"
+        raise ModelError(f"{folder}: {why}: {_fix(folder)}") from e
     if packing is None and (about := getattr(config, "quantization_config", None)):
         method = about.get("quant_method") if isinstance(about, dict) else None
         known = getattr(auto, "AUTO_QUANTIZER_MAPPING", None)
@@ -382,16 +385,16 @@ def _safetensors_of(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     if not index.exists():
-        raise OSError("packed weights are read from .safetensors files alone")
+        raise Unreadable("packed weights in .bin files", "in .safetensors files")
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
     return [folder / name for name in sorted({*names})]
 
 # %% ../../nbs/3_models/load.ipynb #23b68e28
-def _dequantised(found: FolderWeights, packing: Packing, dtype: torch.dtype) -> str:
-    "What is to be said of packed layers that are plain numbers now."
+def _dequantised(found: FolderWeights, plain: int, packing: Packing, dtype: torch.dtype) -> str:
+    "What is to be said of packed layers of which so many are `plain` numbers now."
     why = "columns of a group don't lie side by side (as desc_act has them)"
     return (
-        f"{found.plain} of its {len(found.packed)} packed layers ({packing.method}, {packing.bits} "
+        f"{plain} of its {len(found.packed)} packed layers ({packing.method}, {packing.bits} "
         f"bits) are dequantised: they take the memory and the time of {str(dtype)[6:]}"
         + f"; in {found.reordered} of them, {why}"
         * bool(found.reordered)
@@ -419,8 +422,9 @@ def _read_packed(
     info["unexpected_keys"] -= found.idle
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    if found.plain:
-        log.warning("%s: %s", folder.name, _dequantised(found, packing, dtype))
+    plain = len(found.packed) - sum(hasattr(p, "groups") for p in model.parameters())
+    if plain > 0:  # experts, which transformers stacks, among them
+        log.warning("%s: %s", folder.name, _dequantised(found, plain, packing, dtype))
     return model, info
 
 # %% ../../nbs/3_models/load.ipynb #2d6b3233-2

@@ -248,12 +248,17 @@ def _awq_parts(part: Part, packing: Packing) -> Loose:
 
 
 def _gptq_parts(part: Part, packing: Packing) -> Loose:
-    words, index = _need(part, "qweight"), part("g_idx")
-    columns = len(words) * 32 // packing.bits if index is None else len(index)
-    bits = 32 * len(words) // columns
-    if bits not in (4, 8):
+    words, index, zeros = _need(part, "qweight"), part("g_idx"), _need(part, "qzeros")
+    if index is not None and not index.any():
+        index = None  # one group, or a place that was never filled
+    bits = 32 * zeros.shape[1] / _need(part, "scales").shape[1]
+    if index is not None:
+        bits = 32 * len(words) / len(index)
+    if bits != int(bits):
+        raise ValueError("its numbers and its zero points don't fit each other")
+    if (bits := int(bits)) not in (4, 8):
         raise Unreadable(f"GPTQ in {bits} bits in some layers", "of 4 or 8 bits")
-    zeros = unpack(_need(part, "qzeros"), bits)
+    columns, zeros = len(words) * 32 // bits, unpack(zeros, bits)
     if packing.less_one:
         if (zeros == 2**bits - 1).any():
             instead = "in the form 'gptq_v2'"
@@ -306,8 +311,8 @@ def _narrow(scales: torch.Tensor) -> torch.Tensor:
 def _in_groups(loose: Loose, group: int) -> bool:
     "Whether columns of a group lie side by side, and all groups are of the same size."
     K, n = loose.columns, loose.scales.shape[1]
-    if loose.index is None and K % n:
-        size = group if group > 0 else K
+    size = group if group > 0 else K
+    if loose.index is None and (K % n or K % size and -(-K // size) == n):  # the last one is short
         loose.index = torch.arange(K) // size
     if loose.index is None:
         return True
@@ -337,7 +342,8 @@ def weight_of(loose: Loose, group: int, dtype: torch.dtype, grouped: bool) -> to
     exact = zeros is None or torch.equal(scales.to(torch.bfloat16).float(), scales.float())
     exact = exact or scales.dtype == torch.float16
     weight = GroupedTensor(w, dtype)
-    return weight if grouped and exact else weight.dequantize()
+    fits = loose.columns // n % 32 == 0  # else the kernels have no form for it
+    return weight if grouped and exact and fits else weight.dequantize()
 
 # %% ../../nbs/3_models/quantized.ipynb #9624560a
 @dataclass
@@ -348,11 +354,6 @@ class FolderWeights:
     packed: list[str]
     idle: set[str]
     reordered: int = 0  # how many packed ones have columns in an order of their own
-
-    @property
-    def plain(self) -> int:
-        "How many packed ones were dequantised."
-        return sum(not isinstance(self.state[name], GroupedTensor) for name in self.packed)
 
 # %% ../../nbs/3_models/quantized.ipynb #386a281f
 def _layers(names: Iterable[str], packing: Packing, kinds: Callable[[str], str]) -> set[str]:
