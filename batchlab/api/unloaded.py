@@ -50,10 +50,10 @@ def quantized_bytes(model: PreTrainedModel, quantization: str) -> int:
     for i, w in linear.items():
         if quantization == "int8":
             packed += w.numel() + 4 * len(w)
-        elif hasattr(w, "groups"):
-            packed += w.nbytes
-        else:
-            packed += w.numel() * (34 if head is not None and i == id(head.weight) else 20) // 32
+        else:  # scales of groups are there for each 32
+            last = head is not None and i == id(head.weight)
+            eight = w.nbytes > 0.75 * w.numel() if hasattr(w, "groups") else last
+            packed += w.numel() * (34 if eight else 20) // 32
     gone = sum(w.nbytes for i, w in linear.items() if i not in shared)
     return sum(p.nbytes for p in model.parameters()) - gone + packed
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.attention import attention_override, encoder_inputs, packed_of
@@ -25,7 +26,7 @@ from ..errors import Unavailable
 from .experts import PackedExperts, ProbeOfMixture
 from .grouped import in_blocks, pack_linears, panels_of, quick_rows
 from .int8 import Int8Linear
-from .w4a8 import W4A8Linear
+from .w4a8 import W4A8Linear, check_inputs
 from batchlab.fast.kernels import (
     AttentionWorklist,
     KernelBackend,
@@ -561,6 +562,8 @@ def choose_linear(
     packed ones may take beside them, None for any number; where there is less room it is `own`.
     `options.quantization`: a key of `QUANTIZED`."""
     if make := QUANTIZED.get(options.quantization or ""):
+        if make is W4A8Linear:  # before any weight is given up
+            check_inputs([m for m in model.modules() if isinstance(m, nn.Linear)])
         return make, ""
     if options.quantization:
         raise Unavailable(f"packed layers know no quantization {options.quantization!r}")

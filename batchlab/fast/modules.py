@@ -330,7 +330,7 @@ class Modules:
             self.model.set_input_embeddings(PackedEmbedding(new))
         if not isinstance(new, PackedNorm):
             for p in module.parameters():
-                release_mapped_pages(p, self.files)
+                release_mapped_pages(getattr(p, "raw", p), self.files)
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
         "Inside, all of them are in their places."

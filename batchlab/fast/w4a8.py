@@ -6,7 +6,7 @@
 __all__ = ['GROUP', 'quantize_groups', 'check_inputs', 'W4A8Linear', 'W4A8Head', 'quads_right']
 
 # %% ../../nbs/4_fast/23b_w4a8.ipynb #3a31845f
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from .panels import KeptPanels
 # %% ../../nbs/4_fast/23b_w4a8.ipynb #9630de48
 def quantize_groups(*weights: torch.Tensor, kernels: Kernels, bits: int = 4) -> Groups:
     """`weights` `[out, in]` of one dtype, `in` a multiple of 32, one below the other, rounded in
-    groups of 32: to 4 bits with offsets, or to 8 `bits` without. Raises `Unavailable` for weights
-    that aren't finite, or too large for scales in fp16."""
+    groups of 32: to 4 bits with offsets, or to 8 `bits` without. Scales are fp16, or fp32 where
+    that would lose too much. Raises `Unavailable` for weights that aren't finite."""
     rows, d, N, K = row_addresses(weights)
     numbers, scales = torch.empty(N, K, dtype=torch.int8), torch.zeros(2, N, K // 32)
     if bits == 8:
@@ -35,16 +35,18 @@ def quantize_groups(*weights: torch.Tensor, kernels: Kernels, bits: int = 4) -> 
     else:
         lie = (t.data_ptr() for t in (rows, numbers, *scales))
         kernels.calls["quantize_groups", d](*lie, N, K)
+    if not scales.isfinite().all():
+        raise Unavailable("a weight is not finite: use quantization=None")
     kept = scales.half()
-    if not kept.isfinite().all():
-        raise Unavailable("a weight is not finite, or too large for fp16: use quantization=None")
+    if ((kept.float() - scales).abs() > scales[0].abs() / 64).any():  # infinities among them
+        kept = scales
     return Groups(numbers, kept[0], kept[1] if bits == 4 else None, bits)
 
 # %% ../../nbs/4_fast/23b_w4a8.ipynb #28e0d941
 GROUP = 32  # activations that share a scale
 
 
-def check_inputs(linears: tuple[nn.Linear, ...]) -> None:
+def check_inputs(linears: Sequence[nn.Linear]) -> None:
     "Raise `Unavailable` if `linears` have inputs that don't fill groups of 32."
     if rest := [l.in_features for l in linears if l.in_features % 32]:
         raise Unavailable(

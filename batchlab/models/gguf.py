@@ -46,6 +46,8 @@ def quick_reader() -> type[GGUFReader]:
             types = [GGUFValueType.ARRAY, *[kind] * (n > 0)]
             if dtype := self.gguf_scalar_to_np.get(kind):
                 values = data[at : at + n * np.dtype(dtype).itemsize].view(dtype)
+                if len(values) != n:
+                    raise ValueError("an array goes beyond the end of the file")
                 parts += [values[i : i + 1] for i in range(n)]
                 return 12 + values.nbytes, parts, [*range(2, n + 2)], types
             if kind != GGUFValueType.STRING:

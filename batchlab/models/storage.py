@@ -22,7 +22,7 @@ __all__ = ['Kept', 'own', 'hub', 'remove', 'clear']
 # %% ../../nbs/3_models/storage.ipynb #12b25377
 _FILES = {
     "kernels": "[0-9a-f]" * 16 + ".so",
-    "panels": "[0-9a-f]" * 16 + ".bin",
+    "panels": "*.[bt][im][np]",  # whole ones, .bin, and unfinished ones, .tmp
     "bench-shapes": "*-s[0-9]*",
 }  # in folders of these names
 
