@@ -1,6 +1,6 @@
 "Responses that are kept: fetched, continued and deleted, and run in the background through any end of the server."
 
-import json, random, time
+import json, random, threading, time
 from contextlib import contextmanager
 
 import pytest
@@ -12,10 +12,12 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
 pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 
 from batchlab.api import LLM
+from batchlab.jobs import runner
+from batchlab.jobs.lines import parse_line
 from batchlab.jobs.responses import read_response, request_of
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.serve.batches import PRIORITY, BatchRunner, BatchStore
-from batchlab.serve.responses import KEPT, ResponseRunner, create_response
+from batchlab.serve.responses import KEPT, BackgroundLines, ResponseRunner, create_response
 import test_batches
 from test_batches import Clock, Forks, full_database, posix
 from test_responses import BODY, HOLD, STOPS, URL, chat_of, checked, events_of, message, whole
@@ -27,11 +29,11 @@ OVER = "completed", "incomplete", "failed", "cancelled"
 
 
 @contextmanager
-def keeping(folder, llm=None, clock=time.time):
+def keeping(folder, llm=None, clock=time.time, **more):
     "A server that keeps responses in `folder`."
     llm = llm or tiny()
     store = BatchStore(folder, clock)
-    with serving(llm=llm, batches=BatchRunner(store, llm, "tiny")) as s:
+    with serving(llm=llm, batches=BatchRunner(store, llm, "tiny"), **more) as s:
         s.store = store
         with httpx.Client(base_url=s.url, timeout=100) as s.web:
             yield s
@@ -188,13 +190,27 @@ def test_a_server_without_a_folder_says_so():
         assert r.status_code == 404 and "--data" in r.json()["error"]["message"]
 
 
-def test_a_full_disk_is_said(s, monkeypatch):
-    "The answer is not given: it would not be there when its client asks for it."
+@pytest.mark.parametrize("given", [{}, dict(store=True)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_disk_is_said(s, monkeypatch, given, stream):
+    "A finished answer is given all the same, unless its client asked that it be kept."
     monkeypatch.setattr(s.store, "change", full_database)
-    for stream in (False, True):
-        r = s.web.post(URL, json=dict(input="Hello", stream=stream, **HOLD))
-        assert r.status_code == 507 or '"type":"response.failed"' in r.text
-    assert whole(s, input="Hello", store=False, **HOLD)["status"] == "incomplete"
+    if given and not stream:
+        r = s.web.post(URL, json=dict(input="Hello", **given, **HOLD))
+        assert r.status_code == 507
+        return
+    body = dict(input="Hello", **given, **HOLD)
+    got = events_of(s, **body)[-1]["response"] if stream else whole(s, **body)
+    assert (got["status"], got["store"]) == ("incomplete", False) and text_of(got)
+
+
+def test_what_is_kept_of_any_text_can_be_fetched(shared):
+    body = dict(input="\ud800", instructions="\ud800", background=True)
+    r = shared.web.post(URL, content=json.dumps(body).encode())
+    assert r.status_code == 200, r.text
+    for path in ("", "/input_items"):
+        got = shared.web.get(f"{URL}/{r.json()['id']}{path}")
+        assert got.status_code == 200 and "\\ud800" in got.text
 
 
 # In the background
@@ -282,6 +298,106 @@ def test_flex_makes_way(s):
     done = [ended(s, id) for id in ids]
     assert [r["service_tier"] for r in done] == ["flex", "default", "default"]
     assert seen == {PRIORITY: True, 0: False, 7: False}
+
+
+def test_the_time_of_one_in_the_background_begins_at_its_end(tmp_path):
+    clock = Clock()
+    with keeping(tmp_path, clock=clock) as s, paused_after(s.llm, 0):
+        ask = dict(input="Hello", background=True, **HOLD)
+        done, cancelled = (s.web.post(URL, json=ask).json()["id"] for _ in range(2))
+        clock.late = KEPT + 60
+        s.web.post(f"{URL}/{cancelled}/cancel")
+        assert fetched(s, cancelled)["status"] == "cancelled"
+        s.llm.resume()
+        assert ended(s, done)["status"] == "incomplete"
+
+
+def waiting_in(folder, model):
+    "A response to a request for `model` waits in `folder`: its id."
+    store, llm = BatchStore(folder), tiny()
+    asked = read_response(dict(input="Hello", model=model, background=True, **HOLD))
+    id = create_response(ResponseRunner(store, llm, model), request_of(asked, kept=True), model)
+    store.close()
+    return id["id"]
+
+
+def test_after_a_restart_another_model_does_not_answer(tmp_path):
+    id = waiting_in(tmp_path, "gone")
+    with keeping(tmp_path) as s:
+        failed = ended(s, id)
+        assert failed["status"] == "failed" and "'gone'" in failed["error"]["message"]
+
+
+def test_after_a_restart_the_model_may_have_another_name(tmp_path):
+    id = waiting_in(tmp_path, "old")
+    with keeping(tmp_path, others=["old"]) as s:
+        done = ended(s, id)
+        assert (done["status"], done["model"]) == ("incomplete", "tiny")
+
+
+def test_no_id_is_that_of_the_line_of_a_batch(s):
+    seen, real = [], s.llm.submit
+    s.llm.submit = lambda groups: seen.extend(groups) or real(groups)
+    id = s.web.post(URL, json=dict(input="Hello", background=True, **HOLD)).json()["id"]
+    number, text = s.store.rows("select number, line from responses where id=?", id)[0]
+    ended(s, id)
+    [group] = seen
+    assert group.request_id != parse_line(number, text.encode()).key
+
+
+def try_again(monkeypatch):
+    "Each line fails at its first try."
+    real = runner.record_of
+    fail = lambda *args: real(*args) if args[4] else None
+    monkeypatch.setattr(runner, "record_of", fail)
+
+
+def test_one_that_waits_for_another_try_is_not_cancelled_while_it_begins(s, monkeypatch):
+    try_again(monkeypatch)
+    free, real, changed = [], BackgroundLines.retry, s.api.responses.changed
+
+    def look():
+        free.append(changed.acquire(blocking=False))
+        if free[-1]:
+            changed.release()
+
+    def retry(lines):
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        real(lines)
+
+    monkeypatch.setattr(BackgroundLines, "retry", retry)
+    id = s.web.post(URL, json=dict(input="Hello", background=True, **HOLD)).json()["id"]
+    assert ended(s, id)["status"] == "incomplete" and free == [False]
+
+
+def test_nothing_spins_while_one_waits_for_another_try(s, monkeypatch):
+    try_again(monkeypatch)
+    waits, own, collect, wait = [], s.api.responses, BackgroundLines.collect, s.llm.progress.wait
+
+    def collect_and_pause(lines):
+        collect(lines)
+        if lines.again and lines.live and not waits:
+            s.llm.pause()
+            own.news = True  # as if another came
+
+    def seen(timeout=None):
+        if threading.current_thread() is own.thread and own.news:
+            waits.append(timeout)
+        return wait(timeout)
+
+    monkeypatch.setattr(BackgroundLines, "collect", collect_and_pause)
+    monkeypatch.setattr(s.llm.progress, "wait", seen)
+    with paused_after(s.llm, 0):
+        ids = [
+            s.web.post(URL, json=dict(input="Hello", background=True, **more)).json()["id"]
+            for more in (LONG, HOLD)
+        ]
+        until(lambda: len(own.running) == 2)
+        s.llm.resume()
+        until(lambda: waits)
+    assert {ended(s, id)["status"] for id in ids} == {"incomplete"}
 
 
 def test_a_table_that_can_not_be_written_for_a_while(s, monkeypatch):

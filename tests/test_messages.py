@@ -371,6 +371,25 @@ def test_a_system_message_between_a_call_and_its_result_moves_behind_it():
     assert [m["role"] for m in chat["messages"]] == ["user", "assistant", "tool", "system"]
 
 
+def test_a_system_message_between_calls_and_results_in_two_messages_moves_behind_both():
+    note = dict(role="system", content="Be brief.")
+    calls = [dict(type="tool_use", id=i, name="now", input={}) for i in "ab"]
+    results = [user([dict(type="tool_result", tool_use_id=i, content=i)]) for i in "ab"]
+    for more in ([], [assistant("Well.")]):
+        talk = [user("Hello"), assistant(calls), note, *results, *more]
+        roles = [m["role"] for m in chat_body(ASK | dict(messages=talk))["messages"]]
+        assert roles[:5] == ["user", "assistant", "tool", "tool", "system"]
+
+
+def test_a_note_about_billing_is_left_out_of_the_system_prompt_alone():
+    note = "x-anthropic-billing-header: cc_version=1;"
+    body = ASK | dict(messages=[user(note)])
+    of = lambda system: chat_body(body | dict(system=system))["messages"]
+    asked = dict(role="user", content=note)
+    assert of(text(note, "Be brief.")) == [dict(role="system", content="Be brief."), asked]
+    assert of(note) == of(text(note)) == [asked]
+
+
 # what is refused
 
 

@@ -389,6 +389,19 @@ def test_thoughts_are_an_item_of_their_own():
     assert got["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
 
 
+def test_a_thinking_model_has_log_probabilities_of_its_text_alone():
+    from test_thinking import TALK, llm
+
+    with serving(llm=llm.__wrapped__()) as s:
+        asked = dict(input=TALK, temperature=0, max_output_tokens=24, top_logprobs=1)
+        want = whole(s, **asked)["output"]
+        got = check_events(events_of(s, **asked))["output"]
+    assert [item["type"] for item in got] == ["reasoning", "message"]
+    scores = got[1]["content"][0]["logprobs"]
+    assert "".join(x["token"] for x in scores).startswith("xyz")
+    assert scores == want[1]["content"][0]["logprobs"]
+
+
 def test_what_a_model_thinks_is_an_item_before_the_answer():
     from test_thinking import TALK, llm
 

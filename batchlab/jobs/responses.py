@@ -461,6 +461,8 @@ class ItemEvents:
         self.response, self.number, self.new = response, 0, list[str]()
         self.name = response["id"].partition("_")[2]
         self.item: dict[str, Any] | None = None  # that grows
+        self.scores: list[Any] = []  # log probabilities that no event has yet
+        self.scored = self.thoughts = 0  # tokens whose scores left `scores`, and those of a thought
 
     def _say(self, type: str, **more: Any) -> None:
         event = dict(type=type, sequence_number=self.number) | more
@@ -472,6 +474,10 @@ class ItemEvents:
         assert self.item
         index = len(self.response["output"]) - 1
         self._say(f"response.{type}", item_id=self.item["id"], output_index=index, **more)
+
+    def _taken(self) -> bytes:
+        new, self.new = "".join(self.new).encode(), []
+        return new
 
     def _open(self, prefix: str, **item: Any) -> None:
         "The next item begins."
@@ -502,6 +508,12 @@ class ItemEvents:
 # %% ../../nbs/6_jobs/responses.ipynb #843da053
 class GrowingItems(ItemEvents):
     "Items that grow by the deltas of a chat."
+
+    def _scores_of_text(self) -> list[Any]:
+        "The log probabilities that no event has yet, but for those of a thought."
+        scores, self.scores = self.scores, []
+        self.scored += len(scores)
+        return scores[max(0, self.thoughts - self.scored + len(scores)) :]
 
     def _write(self, kind: str, text: str, logprobs: list[Any]) -> None:
         "More `text` of an item of a `kind` of `TEXTS`."
@@ -540,31 +552,32 @@ ERRORS = {"server_error", "rate_limit_exceeded"}  # codes of a response beside i
 class ResponseParts(GrowingItems):
     """The events of `response`, which grows with them. Each method gives the new events, as bytes."""
 
-    def _taken(self) -> bytes:
-        new, self.new = "".join(self.new).encode(), []
-        return new
-
     def begin(self) -> bytes:
         "The response is under way."
         for type in ("created", "in_progress"):
             self._say(f"response.{type}", response=self.response)
         return self._taken()
 
-    def take(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> bytes:
-        "What a part of a chat adds; `logprobs`: those of its text."
-        scores = (logprobs or {}).get("content") or []
+    def take(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, thoughts: int = 0
+    ) -> bytes:
+        """What a part of a chat adds; `logprobs`: those of its tokens. `thoughts`: how many of
+        the chat's tokens so far, from the first on, are a thought."""
+        self.scores += (logprobs or {}).get("content") or []
+        self.thoughts = max(self.thoughts, thoughts)
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):
             self._write("reasoning", thought, [])
-        if delta.get("content") or scores:
-            self._write("message", delta.get("content") or "", scores)
+        content, grows = delta.get("content"), self.item and self.item["type"] == "message"
+        if content or self.scores and grows:
+            self._write("message", content or "", self._scores_of_text())
         for call in delta.get("tool_calls") or ():
             self._call(call)
         return self._taken()
 
-    def end(self, reason: str | None, usage: dict[str, Any]) -> bytes:
-        "The chat has ended for a `reason`, with its `usage`."
+    def finish(self, reason: str | None, usage: dict[str, Any]) -> bytes:
+        "The chat has ended for a `reason`, with its `usage`: all events but the last."
         if not self.response["output"]:
-            self._write("message", "", [])
+            self._write("message", "", self._scores_of_text())
         status = "incomplete" if reason == "length" else "completed"
         self._close(status)
         self.response |= dict(status=status, usage=response_usage(usage))
@@ -572,8 +585,16 @@ class ResponseParts(GrowingItems):
             self.response["incomplete_details"] = dict(reason="max_output_tokens")
         else:
             self.response["completed_at"] = int(time.time())
-        self._say(f"response.{status}", response=self.response)
         return self._taken()
+
+    def last(self) -> bytes:
+        "The last event, which has the whole response."
+        self._say(f"response.{self.response['status']}", response=self.response)
+        return self._taken()
+
+    def end(self, reason: str | None, usage: dict[str, Any]) -> bytes:
+        "The same as `finish` and `last`."
+        return self.finish(reason, usage) + self.last()
 
     def fail(self, code: str, message: str) -> bytes:
         "The response has failed, for a reason `code` of an error."
@@ -591,7 +612,8 @@ def response_of(head: dict[str, Any], chat: dict[str, Any]) -> dict[str, Any]:
     parts, [choice] = ResponseParts(head), chat["choices"]
     message = dict(choice["message"])
     calls = message.pop("tool_calls", ())
-    parts.take(message, choice["logprobs"])
+    used = response_usage(chat["usage"])["output_tokens_details"]
+    parts.take(message, choice["logprobs"], used["reasoning_tokens"])
     for call in calls:
         parts.take(dict(tool_calls=[call]))
     parts.end(choice["finish_reason"], chat["usage"])

@@ -406,11 +406,18 @@ def new_head(answer: Answer) -> dict[str, Any]:
     return response_head(a.wanted, a.params, answer.name, answer.model, a.kept)
 
 
-async def keep(answer: Answer, response: dict[str, Any]) -> None:
-    "Keep `response`, if it is to be kept. Raises `BadRequest`."
+async def keep(answer: Answer, response: dict[str, Any], must: bool) -> None:
+    """Keep `response`, if it is to be kept; where that fails its `store` is false. Raises
+    `BadRequest` instead if it `must` be kept."""
     a: ResponseRequest = answer.asked
     if a.kept and (runner := answer.api.responses):
-        await on_disk(lambda: keep_response(runner.store, response, a.wanted.items))
+        try:
+            await on_disk(lambda: keep_response(runner.store, response, a.wanted.items))
+        except BadRequest as e:
+            if must:
+                raise
+            logging.getLogger("batchlab").error("%s is not kept: %s", response["id"], e)
+            response["store"] = False
 
 # %% ../../nbs/7_serve/49_server.ipynb #a7312924
 class WholeResponse(TextAnswer):
@@ -423,7 +430,7 @@ class WholeResponse(TextAnswer):
             [out] = [o async for _, o in outputs]
         chat = self._body([out])
         response = response_of(new_head(self), chat)
-        await keep(self, response)
+        await keep(self, response, must="store" in self.asked.wanted.own.model_fields_set)
         await json_response(response)(self.scope, UNREAD, send)
         return chat["usage"]
 
@@ -443,14 +450,15 @@ class StreamedResponse(StreamedAnswer):
             async for _, out in outputs:
                 new = b"" if self.events.number else self.events.begin()
                 for part in map(json.loads, choice.since(out.outputs[0], "")):
-                    new += self.events.take(part["delta"], part["logprobs"])
+                    thoughts = out.outputs[0].num_reasoning_tokens
+                    new += self.events.take(part["delta"], part["logprobs"], thoughts)
                 if new:
                     await self._send(send, new)
         assert out
         usage = self.usage([out])
-        end = self.events.end(out.outputs[0].finish_reason, usage)
-        await keep(self, self.events.response)
-        await self._send(send, end, last=True)
+        end = self.events.finish(out.outputs[0].finish_reason, usage)
+        await keep(self, self.events.response, must=False)
+        await self._send(send, end + self.events.last(), last=True)
         return usage
 
     async def _end(self, send: Send, e: BadRequest) -> None:
@@ -1129,7 +1137,7 @@ def _guard(
 def store_routers(api: Api, batches: BatchRunner, max_upload: int) -> list[APIRouter]:
     "The endpoints for what is in the store of `batches`. Responses are kept there too."
     batches.others = api.names
-    api.responses = ResponseRunner(batches.store, api.llm.llm, api.name)
+    api.responses = ResponseRunner(batches.store, api.llm.llm, api.name, api.names)
     own = batch_router(batches.store, batches, max_upload)
     return [own, response_router(api.responses)]
 

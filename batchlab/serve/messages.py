@@ -93,12 +93,8 @@ def read_blocks(content: Any, where: str, may: tuple[str, ...]) -> list[Any]:
 
 
 def text_parts(blocks: list[Any]) -> list[dict[str, Any]]:
-    """The text blocks among `blocks` as the parts of a chat message. A note of Claude's command
-    line about its own request, another each time, is no part of the prompt."""
-    texts = [b.text for b in blocks if b.type == "text"]
-    return [
-        dict(type="text", text=t) for t in texts if not t.startswith("x-anthropic-billing-header")
-    ]
+    "The text blocks among `blocks` as the parts of a chat message."
+    return [dict(type="text", text=b.text) for b in blocks if b.type == "text"]
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00011
 class MessageParam(Body):
@@ -109,12 +105,20 @@ class MessageParam(Body):
 Turn = tuple[str, list[Any]]  # role, blocks
 
 
+def system_turns(system: Any) -> list[Turn]:
+    """The turn of the body's field `system`, if it says something. A note of Claude's command
+    line about its own request, another each time, is no part of the prompt. Raises `ParamError`."""
+    blocks = [] if system is None else read_blocks(system, "system", MAY["system"])
+    blocks = [b for b in blocks if not b.text.startswith("x-anthropic-billing-header")]
+    return [("system", blocks)] if blocks else []
+
+
 def turns_of(system: Any, messages: Any) -> list[Turn]:
     """The turns of a conversation, each with its role and blocks; `system`: the field of the
     body. Raises `ParamError`."""
     if not isinstance(messages, list) or not messages:
         raise ParamError(field="messages", value=messages, want="a list of at least one message")
-    given = [] if system is None else [("system", read_blocks(system, "system", MAY["system"]))]
+    given = system_turns(system)
     for i, m in enumerate(messages):
         if not isinstance(m, dict):
             raise ParamError(field=f"messages.{i}", value=m, want="an object")
@@ -126,13 +130,12 @@ def turns_of(system: Any, messages: Any) -> list[Turn]:
         if role == "system" and turns and calls_in(turns[-1]):
             held.append((role, blocks))
             continue
+        if role != "user" and turns and turns[-1][0] == "user":
+            turns, held = turns + held, []
         if turns and turns[-1][0] == role:
             turns[-1][1].extend(blocks)
         else:
             turns.append((role, blocks))
-        if role == "user":
-            turns += held
-            held = []
     return turns + held
 
 

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import asyncio, json, logging, secrets, sqlite3, threading
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ..errors import EngineError
@@ -17,7 +16,7 @@ from ..jobs.lines import JobLine, parse_line
 from ..jobs.progress import JobResult
 from ..jobs.responses import ResponseAsked, ResponseParts, ResponseRequest
 from ..jobs.responses import request_of, response_head, response_of
-from ..jobs.runner import Admitted, LineRunner
+from ..jobs.runner import Admitted, LineRunner, ModelNames
 from ..jobs.schema import BadRequest
 from .batches import PRIORITY, BatchStore, LiveLines, disk_error
 from .routes import answered, page_asked
@@ -41,6 +40,8 @@ TABLE = """create table if not exists responses(number integer primary key autoi
     response text, items text, line text);
     create index if not exists responses_waiting on responses(priority, number) where waits;
     create index if not exists responses_expiring on responses(expires) where not waits;"""
+ENDED = """update responses set waits=0, line=null, expires=max(expires, ?), response=?
+    where number=?"""
 CHAIN = """with recursive chain(id, previous, place) as (
     select id, previous, 0 from responses where id=? union all
     select r.id, r.previous, place + 1 from responses r join chain c on r.id = c.previous)"""
@@ -130,11 +131,20 @@ async def request_for(wanted: ResponseAsked, runner: ResponseRunner | None) -> R
 
 # %% ../../nbs/7_serve/responses.ipynb #98f24428
 class BackgroundLines(LiveLines):
-    "Runs the lines of background responses. `priorities`: of their rows, by number."
+    """Runs the lines of background responses. `priorities`: of their rows, by number. `others`:
+    further names of the model."""
 
-    def __init__(self, llm: LLM, model_name: str, settle: Callable[..., object]) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        model_name: str,
+        settle: Callable[..., object],
+        others: Collection[str] = (),
+    ) -> None:
         job = Job("", model_name=model_name, use_tqdm=False)
         super().__init__(job, llm, JobResult(0), settle)
+        own = ModelNames.of(llm, model_name, None)
+        self.names = replace(own, names=[*own.names, *others])
         self.priorities, self.first = dict[int, int](), False
 
     def is_low(self, line: JobLine) -> bool:
@@ -163,17 +173,20 @@ def ended_response(
         parts = ResponseParts(response)
         parts.fail(error["code"], error["message"].removeprefix(f"{line.where}: "))
         return parts.response
-    return response_of(response, record["response"]["body"])
+    body = record["response"]["body"]
+    return response_of(response | dict(model=body["model"]), body)
 
 # %% ../../nbs/7_serve/responses.ipynb #f69890a8
 @dataclass(eq=False)
 class ResponseRunner:
     """Keeps responses in `store`, and runs those in the background on `llm`, whose own thread makes
-    the steps; from `start` to `stop`. `model_name`: what answers call the model."""
+    the steps; from `start` to `stop`. `model_name`: what answers call the model; `others`: further
+    names for it."""
 
     store: BatchStore
     llm: LLM
     model_name: str
+    others: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self.store.db.executescript(TABLE)
@@ -244,8 +257,7 @@ def cancel_response(runner: ResponseRunner, id: str) -> dict[str, Any]:
             raise BadRequest(why, param="response_id")
         if waits:
             response |= dict(status="cancelled")
-            change = "update responses set waits=0, line=null, response=? where number=?"
-            db.execute(change, (json.dumps(response), number))
+            db.execute(ENDED, (runner.store.now() + KEPT, json.dumps(response), number))
     if waits:
         runner.withdraw(number)
     return response
@@ -281,7 +293,10 @@ def take_lines(runner: ResponseRunner, lines: BackgroundLines) -> None:
                 continue
             held.append(number)
             lines.priorities[number] = priority
-            if item := lines.admit(parse_line(number, text.encode())):
+            line = parse_line(number, text.encode())
+            line.digest += "_resp"  # no key is that of a batch's line
+            lines.names.check(line)
+            if item := lines.admit(line):
                 items.append(item)
     with runner.changed:  # nothing is cancelled meanwhile
         known = waiting(store, [line.number for line, _ in items])
@@ -289,16 +304,25 @@ def take_lines(runner: ResponseRunner, lines: BackgroundLines) -> None:
         runner.running = {line.number: key for key, line in lines.live.items()}
 
 
+def retry_next(runner: ResponseRunner, lines: BackgroundLines) -> None:
+    "Try the next line that failed by itself, unless its row waits no more."
+    with runner.changed:  # nothing is cancelled meanwhile
+        if waiting(runner.store, [lines.again[0].number]):
+            lines.retry()
+        else:
+            lines.again.popleft()
+
+
 def write_ended(runner: ResponseRunner, ended: list[tuple[JobLine, dict[str, Any]]]) -> None:
     "Write the `ended` responses, and forget them. What is cancelled stays so. Raises `sqlite3.Error`."
     store = runner.store
+    until = store.now() + KEPT
     with store.change() as db:
         for line, record in ended:
             sql = "select response from responses where waits and number=?"
             for (text,) in store.rows(sql, line.number):
                 response = json.dumps(ended_response(json.loads(text), line, record))
-                change = "update responses set waits=0, line=null, response=? where number=?"
-                db.execute(change, (response, line.number))
+                db.execute(ENDED, (until, response, line.number))
     runner.news = True  # there is room
     del ended[:]
 
@@ -307,18 +331,16 @@ def run_waiting(runner: ResponseRunner) -> None:
     "Run what waits, until nothing does or `runner` is to stop. Raises `EngineError`, `sqlite3.Error`."
     llm, ended = runner.llm, list[tuple[JobLine, dict[str, Any]]]()
     settle = lambda line, record: ended.append((line, record))
-    lines = BackgroundLines(llm, runner.model_name, settle)
+    lines = BackgroundLines(llm, runner.model_name, settle, runner.others)
     try:
         while not runner.stopping:
-            if lines.again:
-                known = waiting(runner.store, [line.number for line in lines.again])
-                lines.again = deque(line for line in lines.again if line.number in known)
             if runner.news and not lines.again:
                 take_lines(runner, lines)
             elif lines.again and not lines.live:
-                lines.retry()
+                retry_next(runner, lines)
             with llm.progress:
-                if lines.live and not lines.ended and not ended and not runner.news:
+                idle = lines.again or not runner.news  # lines wait for one that is tried alone
+                if lines.live and not lines.ended and not ended and idle:
                     llm.progress.wait(0.2)
             lines.collect()
             if ended:

@@ -210,7 +210,9 @@ def answered(act: Callable[[Request], Any]) -> Callable[[Request], Any]:
                 answer = await act(request)
             else:
                 answer = await run_in_threadpool(act, request)
-            return answer if isinstance(answer, Response) else JSONResponse(answer)
+            if isinstance(answer, Response):
+                return answer
+            return Response(json.dumps(answer), media_type="application/json")  # of any text
         except BadRequest as e:
             error = e
         except (OSError, sqlite3.Error) as e:
