@@ -5,7 +5,7 @@
 # %% ../../nbs/3_models/09_models.ipynb #93b65e57
 from __future__ import annotations
 
-import copy, logging, os, re, warnings
+import copy, dataclasses, logging, os, re, warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -61,7 +61,7 @@ _all_ = [
 ]
 
 # %% auto #0
-__all__ = ['log', 'ROLES', 'load_model', 'encode', 'as_templates_know', 'text_of', 'half_character', 'bad_message',
+__all__ = ['log', 'ROLES', 'load_model', 'encode', 'as_templates_know', 'plain_data', 'text_of', 'half_character', 'bad_message',
            'unknown_role', 'template_text', 'check_template', 'with_template', 'hush', 'encode_chat', 'max_model_len',
            'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS',
            'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device', 'resolve_dtype', 'cache_dir',
@@ -140,6 +140,18 @@ def _template_of(tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
         option=Option("chat_template"),
     )
 
+# %% ../../nbs/3_models/09_models.ipynb #plaindat1
+def plain_data(x: Any) -> Any:
+    "`x` with dicts for the objects in it that transformers takes for such: their texts are seen."
+    if isinstance(x, Mapping):
+        return {k: plain_data(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain_data(v) for v in x]
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {f.name: plain_data(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    dump = getattr(x, "model_dump", None)
+    return plain_data(dump()) if callable(dump) and not isinstance(x, type) else x
+
 # %% ../../nbs/3_models/09_models.ipynb #apply0002
 # what transformers gives to the tokenizer, and what it reads itself
 _TOKENIZING = {
@@ -177,12 +189,14 @@ def _apply_template(
         raise ValueError("return_tensors: ids come as a list, leave it out")
     if options["tools"] and "tools" not in str(options["chat_template"]):
         raise ValueError("it knows no tools: leave them out, or give a chat_template")
+    own = {k: v for k, v in options.items() if k not in _OUR_OPTIONS | _TOKENIZING}
+    own = plain_data(own | dict(messages=messages, tools=_as_schemas(options["tools"])))
     if cuts or allow_special:
         if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
             text = apply(messages, **options | dict(tokenize=False, return_dict=False))
             check_length(tokenizer, text, max_len - 1)
         if not allow_special:
-            check_no_control(tokenizer, options["chat_template"], [messages, options["tools"]])
+            check_no_control(tokenizer, options["chat_template"], own)
         return list(apply(messages, **options)["input_ids"])
 
     def render(given: dict[str, Any]) -> str:
@@ -192,8 +206,6 @@ def _apply_template(
     for k in ("enable_thinking", "reasoning_effort"):
         if k in options and k not in options["chat_template"]:
             _say_unknown(k)
-    own = {k: v for k, v in options.items() if k not in _OUR_OPTIONS}
-    own |= dict(messages=messages, tools=_as_schemas(options["tools"]))
     text = render(own)
     if max_len and chars_in(messages) >= SHORT:
         check_length(tokenizer, text, max_len - 1)

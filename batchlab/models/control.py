@@ -47,17 +47,30 @@ def _is_control(token: Any, template: str) -> bool:
     return re.fullmatch(r"<[|｜].*[|｜]>", word) is not None
 
 # %% ../../nbs/3_models/control.ipynb #ctl00010
+def _free_ones(n: int, text: str) -> set[str]:
+    "So many private characters that are not in `text`. Raises `PromptError`."
+    free = sorted({chr(i) for i in range(0xF0000, 0xFFFFE)} - {*text})
+    if len(free) < n:
+        raise PromptError(
+            "this conversation has nearly all private characters of Unicode, so its own text can't "
+            "be told from the chat template's: leave them out, or give allow_special=True"
+        )
+    return {*secrets.SystemRandom().sample(free, n)}
+
+
 class Stain:
     """A replacement of each of `chars` by a character of its own that stands nowhere in `text`,
     and back. `marks`: those of them that are replaced in every text."""
 
     def __init__(self, chars: set[str], marks: set[str], text: str) -> None:
-        start, room = 0xF0000, 0xFFFD - len(chars)  # the first plane of private characters
-        while True:
+        room = 0xFFFD - len(chars)  # in the first plane of private characters
+        for _ in range(20):
             start = 0xF0000 + secrets.randbelow(room)
             ours = {chr(start + i) for i in range(len(chars))}
             if text.isascii() or ours.isdisjoint(text):
                 break
+        else:
+            ours = _free_ones(len(chars), text)
         self.table = str.maketrans(dict(zip(sorted(chars), sorted(ours))))
         self.some = {ord(c): self.table[ord(c)] for c in marks}
         self.back = {ord(new): chr(old) for old, new in self.table.items()}
@@ -79,14 +92,14 @@ Put = Callable[[str, bool], str]  # a text, and whether it may be a piece of a m
 
 
 def _stained(x: Any, put: Put, named: bool = False) -> Any:
-    """`x`, strings in dicts and lists, with `put` done to each but the values of `_COMPARED`.
+    """`x`, strings in dicts and lists, with `put` done to each but words that are `_COMPARED`.
     `named`: the keys of `x` are names that users chose."""
     if isinstance(x, str):
         return put(x, True)
     if isinstance(x, dict):
         return {
             put(k, named) if isinstance(k, str) else k: v
-            if k in _COMPARED and isinstance(v, str)
+            if k in _COMPARED and isinstance(v, str) and v.isidentifier()
             else _stained(v, put, k in _NAMES)
             for k, v in x.items()
         }
@@ -154,9 +167,11 @@ class Controls:
         marks = {
             w: {c for c in w if not (c.isalnum() or c.isspace() or c in '_"\\')} for w in self.ids
         }
-        self.marks = {c for w, found in marks.items() for c in found or set(w)}
+        # templates look for words such as /no_think, so a slash alone is no mark
+        self.marks = {c for w, found in marks.items() for c in found - {"/"} or found or set(w)}
         self.letters = {c for w in self.ids for c in w if not c.isspace() and c not in '"\\'}
-        self.pieces, self.longest = "\0".join(self.ids), max(map(len, self.ids), default=0)
+        self.pieces = "\0".join(self.ids).casefold()
+        self.longest = max(map(len, self.ids), default=0)
         self.folds = self.backend is not None and self.backend.normalizer is not None
         prefix = "".join(chr(0x100000 + secrets.randbelow(0xFFFD)) for _ in range(4))
         self.names = {w: f"{prefix}{chr(0x100000 + n)}" for n, w in enumerate(self.ids)}
@@ -171,9 +186,11 @@ class Controls:
         return [i for i in ids if i in self.numbers]
 
     def is_piece(self, text: str) -> bool:
-        "Whether `text` may become a control token between two other texts."
+        "Whether `text`, in capitals or not, may become a control token between two other texts."
         bare = text.strip()
-        return 0 < len(bare) <= self.longest and bare in self.pieces
+        if not 0 < len(bare) <= self.longest:
+            return False
+        return any(x.casefold() in self.pieces for x in (bare, bare.upper(), bare.lower()))
 
     def encode_named(self, text: str) -> list[int]:
         """The ids of `text`, in which control tokens stand by their new names alone. Raises an
@@ -222,7 +239,12 @@ def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dic
     def put(text: str, piece: bool) -> str:
         return stain.put(text, piece and controls.is_piece(text))
 
-    out = _stained({k: v for k, v in given.items() if k != "messages"}, put)
+    compared = lambda text, piece: put(text, False)  # variables that a template looks at
+    out = {
+        k: _stained(v, put if k in ("tools", "documents") else compared)
+        for k, v in given.items()
+        if k != "messages"
+    }
     own = _around_thoughts(put) if thoughts else put
     messages = [_stained(m, own if m["role"] == "assistant" else put) for m in given["messages"]]
     return out | dict(messages=messages)
@@ -290,7 +312,7 @@ def ids_apart(
     plain = list(own_tokenizer(tokenizer)(text, add_special_tokens=False)["input_ids"])
     controls = controls_of(tokenizer, template)
     stain = stain_of(controls, given, text) if controls.ids else None
-    if stain is None or getattr(controls.backend, "encode_special_tokens", False):
+    if stain is None or not controls.in_ids(plain):
         return plain  # no text could be a control token
     written, other = written_apart(controls, stain, text, render, given)
     if written is None:  # the template takes texts apart

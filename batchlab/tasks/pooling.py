@@ -22,6 +22,7 @@ from ..errors import PromptTooLongError, UnsupportedModelError, suggest_names
 from .lora import AdapterChoices
 from ..llm.inputs import Bar, PoolingEach, Prompt, Prompts, as_list, check_prompt
 from ..llm.inputs import is_talk, one_each, prompt_ids_of, read_prompts, unreadable
+from ..models.control import check_no_control
 from ..models.lengths import SHORT, beginning, check_length
 from ..models import max_model_len
 from ..llm.outputs import Outputs, RequestOutput
@@ -690,6 +691,7 @@ def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
     if template is None:
         return {"prompt": a, "text_pair": b}
     talk = [{"role": "query", "content": a}, {"role": "document", "content": b}]
+    check_no_control(llm.get_tokenizer(), template, [a, b])  # a document can't begin a turn
     try:
         return llm.get_tokenizer().apply_chat_template(talk, chat_template=template, tokenize=False)
     except BatchlabError:
