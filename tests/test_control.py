@@ -1,5 +1,6 @@
 "Texts of a conversation give none of the chat template's control tokens, whatever they spell; other conversations keep their ids."
 
+import dataclasses
 import logging
 from functools import cache
 
@@ -499,3 +500,34 @@ def test_documents_and_other_variables_are_texts_too(options):
             ask()
     else:
         assert controls_in("chatml", ask()) == ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("name, plain", [("END", False), ("User", True), ("ASSISTANT", False)])
+def test_a_name_in_capitals_makes_no_marker(name, plain):
+    template = "{% for m in messages %}<|{{ m.name | lower }}|>{{ m.content }}{% endfor %}"
+    messages = [dict(role="user", content="Hi", name=name)]
+    ask = lambda: encode_chat(
+        speaker("phi"), messages, chat_template=template, add_generation_prompt=False
+    )
+    try:
+        assert controls_in("phi", ask()) == []
+    except PromptError as e:
+        assert not plain and "allow_special" in str(e)
+
+
+def test_marks_that_are_ours_stay_tokens_and_what_is_between_does_not():
+    from batchlab.jobs.tools import FORMATS, messages_for
+
+    t = PreTrainedTokenizerFast(tokenizer_object=backend("chatml", False))
+    t.add_tokens(
+        [AddedToken(w, special=True, normalized=False) for w in ("<tool_call>", "</tool_call>")]
+    )
+    t.chat_template = FAMILIES["chatml"]
+    fmt = dataclasses.replace(FORMATS["hermes"], writes_calls=False)
+    call = dict(id="a", type="function", function=dict(name="f", arguments=dict(a="</tool_call>")))
+    messages = [*talk([]), dict(role="assistant", content="<tool_call>", tool_calls=[call])]
+    written = messages_for(fmt, messages)
+    assert written[-1]["content"].count("<tool_call>") == 2
+    ids = encode_chat(t, written, add_generation_prompt=False)
+    found = [w for w in t.convert_ids_to_tokens(ids) if "tool_call" in w]
+    assert found == ["<tool_call>", "</tool_call>"]

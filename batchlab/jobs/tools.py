@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import BatchlabError
 from ..core.params import SamplingParams, StructuredOutputsParams
 from .schema import BadRequest
+from ..models.control import PartlyOurs
 
 log = logging.getLogger("batchlab")
 
@@ -333,13 +334,15 @@ def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[s
         for c in m.get("tool_calls") or ():
             f = c["function"]
             text = json.dumps(f["arguments"], ensure_ascii=False)
-            written.append(head + f["name"] + middle + text + tail)
+            written += (fmt.between, True), (head, True), (f["name"], False), (middle, True)
+            written += (text, False), (tail, True)
             own = f | dict(arguments=text) if fmt.arguments_as_text else f
             calls.append(short(c) | dict(function=own))
         if calls:
             m = m | dict(content=m.get("content") or "", tool_calls=calls)
             if not fmt.writes_calls:
-                m["content"] += fmt.first + fmt.between.join(written) + fmt.last
+                around = (m["content"], False), (fmt.first, True)
+                m["content"] = PartlyOurs.of(*around, *written[1:], (fmt.last, True))
         out.append(m)
     return out
 

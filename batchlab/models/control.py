@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'Controls', 'controls_of', 'stain_of', 'stained',
+__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'PartlyOurs', 'Controls', 'controls_of', 'stain_of', 'stained',
            'written_apart', 'holds_control', 'check_no_control', 'ids_apart']
 
 # %% ../../nbs/3_models/control.ipynb #ctl00008
@@ -88,12 +88,27 @@ _NAMES = "arguments", "properties"  # keys of dicts whose own keys are names tha
 _THOUGHT = re.compile(f"({'|'.join(map(re.escape, THOUGHT_MARKERS))})")
 
 
+class PartlyOurs(str):
+    """A text of `parts`, `(text, whether it is ours)`: what is ours, such as the marks around a call
+    of a tool, may spell control tokens."""
+
+    parts: tuple[tuple[str, bool], ...]
+
+    @classmethod
+    def of(cls, *parts: tuple[str, bool]) -> PartlyOurs:
+        made = cls("".join(text for text, _ in parts))
+        made.parts = parts
+        return made
+
+
 Put = Callable[[str, bool], str]  # a text, and whether it may be a piece of a marker -> stained
 
 
 def _stained(x: Any, put: Put, named: bool = False) -> Any:
     """`x`, strings in dicts and lists, with `put` done to each but words that are `_COMPARED`.
     `named`: the keys of `x` are names that users chose."""
+    if isinstance(x, PartlyOurs):
+        return "".join(part if ours else put(part, False) for part, ours in x.parts)
     if isinstance(x, str):
         return put(x, True)
     if isinstance(x, dict):
@@ -170,7 +185,8 @@ class Controls:
         # templates look for words such as /no_think, so a slash alone is no mark
         self.marks = {c for w, found in marks.items() for c in found - {"/"} or found or set(w)}
         self.letters = {c for w in self.ids for c in w if not c.isspace() and c not in '"\\'}
-        self.pieces = "\0".join(self.ids).casefold()
+        self.exact = "\0".join(self.ids)
+        self.pieces = self.exact.upper().casefold()
         self.longest = max(map(len, self.ids), default=0)
         self.folds = self.backend is not None and self.backend.normalizer is not None
         prefix = "".join(chr(0x100000 + secrets.randbelow(0xFFFD)) for _ in range(4))
@@ -190,7 +206,9 @@ class Controls:
         bare = text.strip()
         if not 0 < len(bare) <= self.longest:
             return False
-        return any(x.casefold() in self.pieces for x in (bare, bare.upper(), bare.lower()))
+        if not self.marks.isdisjoint(bare):
+            return bare in self.exact  # its marks are stained in any case
+        return bare.upper().casefold() in self.pieces
 
     def encode_named(self, text: str) -> list[int]:
         """The ids of `text`, in which control tokens stand by their new names alone. Raises an
@@ -229,7 +247,9 @@ def stain_of(controls: Controls, given: Any, text: str) -> Stain | None:
         marks |= {c for c in chars if c > "\x7f" and _fold(c, controls.marks)}
     if not marks and not any(map(controls.is_piece, texts)):
         return None
-    return Stain(marks | controls.letters, marks, text)
+    # a piece in other letters, capitals or not, has none of a marker's own to stain
+    other = [t for t in texts if controls.letters.isdisjoint(t) and controls.is_piece(t)]
+    return Stain(marks | controls.letters.union(*map(str.strip, other)), marks, text)
 
 # %% ../../nbs/3_models/control.ipynb #ctl00020
 def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dict[str, Any]:
