@@ -175,6 +175,10 @@ def test_a_stream_gives_the_same_in_parts(template, text):
     *parts, last = asyncio.run(asked())
     seen = [(p.outputs[0].reasoning or "", p.outputs[0].text) for p in parts]
     assert all("ab c".startswith(r) and (r == "ab c" or not t) for r, t in seen)
+    thought = last.outputs[0].num_reasoning_tokens
+    counted = [(o.num_reasoning_tokens, len(o.token_ids)) for p in parts for o in p.outputs]
+    assert counted and all(n == min(thought, tokens) for n, tokens in counted)
+    assert events[-1].num_reasoning_tokens == thought > 0
     assert said(last) == ("ab c", "xyz", "stop")
 
 

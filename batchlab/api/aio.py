@@ -63,6 +63,7 @@ class _Answer:
         part.text += event.text
         if event.reasoning is not None:
             part.reasoning = (part.reasoning or "") + event.reasoning
+        part.num_reasoning_tokens = event.num_reasoning_tokens
         part.token_ids.extend(event.token_ids)
         part.finish_reason = event.finish_reason
         if event.logprobs is not None:

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import BatchlabError
 from ..core.params import SamplingParams, StructuredOutputsParams
 from .schema import BadRequest
-from ..models.control import PartlyOurs
 
 log = logging.getLogger("batchlab")
 
@@ -341,6 +340,8 @@ def messages_for(fmt: ToolFormat, messages: list[dict[str, Any]]) -> list[dict[s
         if calls:
             m = m | dict(content=m.get("content") or "", tool_calls=calls)
             if not fmt.writes_calls:
+                from batchlab.models.control import PartlyOurs  # which needs torch
+
                 around = (m["content"], False), (fmt.first, True)
                 m["content"] = PartlyOurs.of(*around, *written[1:], (fmt.last, True))
         out.append(m)

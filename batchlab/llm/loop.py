@@ -560,6 +560,7 @@ class Delivery:
         if isinstance(r.task, Generation):
             event.text, event.token_ids, event.logprobs = r.task.send(r)
             event.reasoning = r.task.text.new_kept()
+            event.num_reasoning_tokens = r.task.text.num_kept
         self._send(g, event, r.finish_reason is not None and self.told.issuperset(g.requests))
 
     def end(self, g: RequestGroup, reason: str, error: str | None = None) -> None:

@@ -292,7 +292,7 @@ class StreamEvent:
     `finish_reason` is set with the last event of an answer. The last event of a prompt is
     `finished` and carries its `output`, a `RequestOutput`. `logprobs`: one `{id: Logprob}` for
     each of `token_ids`, if asked for. `reasoning`: new text of the model's thoughts, None if they
-    were not looked for."""
+    were not looked for; `num_reasoning_tokens`: how many of the answer's tokens, so far, are theirs."""
 
     request_id: str
     index: int = 0
@@ -304,6 +304,7 @@ class StreamEvent:
     output: RequestOutput | None = None
     logprobs: list[dict] | None = None
     reasoning: str | None = None
+    num_reasoning_tokens: int = 0
 
     def __repr__(self) -> str:
         ids = f"{self.token_ids}" if len(self.token_ids) <= 8 else f"{len(self.token_ids):,} ids"
