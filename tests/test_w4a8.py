@@ -8,7 +8,7 @@ from batchlab.bench import shapes
 from batchlab.fast.trial import kv_layout
 from batchlab.errors import ParamError, Unavailable, UnsupportedModelError
 from batchlab.fast.fused import fuse
-from batchlab.fast.grouped import FORMS, Groups
+from batchlab.fast.grouped import BLOCKS, FORMS, Groups, form_of, pack_blocks, pack_groups
 from batchlab.fast.int8 import Int8Linear
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.modules import ModuleBackend
@@ -16,7 +16,7 @@ from batchlab.fast.w4a8 import W4A8Head, W4A8Linear, quads_right, quantize_group
 from batchlab.models import gguf as G
 from batchlab.models import load_model, tiny_model, tiny_tokenizer
 from helpers import generated, ids, oracle
-from test_gguf import grouped, linear_of
+from test_gguf import grouped, linear_of, random_weight
 from torch import nn
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -47,6 +47,52 @@ def test_products_are_those_of_rounded_activations(form, dtype):
         assert off < (2e-4 if dtype == torch.float32 else 4e-3) and got.dtype == dtype
         for rows in (0, 1, 2, 5, 6, 7, 12, 13, 64):  # whatever is beside them
             assert torch.equal(layer(x[20 : 20 + rows]), got[20 : 20 + rows]), (n, K, rows)
+
+
+def quads_by_the_book(groups, form):
+    "The panels of `groups`, number by number: where each has to lie is written here once more."
+    (N, K), n = groups.numbers.shape, groups.scales.shape[1]
+    panels = torch.zeros(-(-N // 32), n, form.nbytes, dtype=torch.uint8)
+    scales = [t.contiguous() for t in (groups.scales, groups.offsets) if t is not None]
+    size, each, bits = scales[0].element_size(), K // n, groups.bits
+    for r in range(N):
+        for g in range(n):
+            group, o = panels[r // 32, g], r % 32
+            for i, t in enumerate(scales):
+                at = (32 * i + o) * size
+                group[at : at + size] = t[r, g : g + 1].view(torch.uint8)
+            numbers = groups.numbers[r, g * each : (g + 1) * each].int()
+            quads = group[32 * size * len(scales) :].view(-1, 32, 4)[:, o]
+            if bits == 8:
+                quads[:] = (numbers + 128).view(-1, 4).to(torch.uint8)
+            else:
+                low, high = (numbers + form.zero).view(-1, 2, 4).unbind(1)
+                quads[:] = (low | high << 4).to(torch.uint8)
+    return panels
+
+
+@pytest.mark.parametrize("form", G.QUANT_TYPES)
+def test_panels_are_packed_from_the_bytes_of_a_file(form, monkeypatch):
+    "Those of the numbers, to the byte, and no tensor of the numbers is made on the way."
+    kernels = load_kernels()
+    weights = [random_weight(form, n, torch.float32) for n in (64, 32, 6)]
+    groups = [Groups(*w.groups()) for w in weights]
+    kind = form_of(groups[0])
+    names = "numbers", "scales", "offsets"
+    joined = {k: [getattr(g, k) for g in groups if getattr(g, k) is not None] for k in names}
+    all_of_it = groups[0]._replace(**{k: torch.cat(t) for k, t in joined.items() if t})
+    want = pack_groups(all_of_it, kind, kernels, kernel="pack_quads")
+    assert torch.equal(want, quads_by_the_book(all_of_it, kind))
+    assert torch.equal(pack_blocks(weights, kernels, kernel="pack_quad_blocks"), want)
+
+    def not_apart(*_):
+        raise AssertionError("it was taken apart")
+
+    monkeypatch.setattr(G, "split", not_apart)
+    for make in (W4A8Linear, W4A8Head):
+        apart = make(*map(linear_of, weights), kernels=kernels)
+        assert torch.equal(torch.cat([p for p, _ in apart.weights]), want)
+        assert {i for _, i in apart.weights} == {kind.index}
 
 
 def test_more_threads_give_the_same_bits():
@@ -157,20 +203,25 @@ def test_inputs_that_fill_no_groups_are_refused():
 def test_wrong_kernels_are_noticed():
     kernels = load_kernels()
     forms = [f for f in FORMS if f.group <= 32]
-    assert all(quads_right(kernels)) and len([*quads_right(kernels)]) == 2 * len(forms)
+    found = [*quads_right(kernels)]
+    assert all(found) and len(found) == 2 * len(forms) + len(BLOCKS)
 
-    class Late(dict):
-        def __getitem__(self, key):
-            call = kernels.calls[key]
-            return (
-                (lambda *a: call(*a[:2], None, *a[3:-2], a[-2] - 1, a[-1]))
-                if key[0] == "quads_product"
-                else call
-            )
+    def checks(name, change):
+        "What is found of kernels of which `name` is called otherwise."
 
-    wrong = type(kernels).__new__(type(kernels))
-    wrong.calls, wrong.tiles = Late(), kernels.tiles
-    assert not all(quads_right(wrong))
+        class Changed(dict):
+            def __getitem__(self, key):
+                call = kernels.calls[key]
+                return (lambda *a: call(*change(*a))) if key[0] == name else call
+
+        wrong = type(kernels).__new__(type(kernels))
+        wrong.calls, wrong.tiles = Changed(), kernels.tiles
+        return [*quads_right(wrong)]
+
+    late = checks("quads_product", lambda *a: (*a[:2], None, *a[3:-2], a[-2] - 1, a[-1]))
+    assert not all(late)
+    short = checks("pack_quad_blocks", lambda *a: (*a[:3], a[3] - 1, *a[4:]))
+    assert all(short[: -len(BLOCKS)]) and not any(short[-len(BLOCKS) :])
 
 
 @pytest.fixture(scope="module")

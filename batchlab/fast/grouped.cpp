@@ -60,11 +60,11 @@ static inline void put_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
     if (f.group == 32) return put_group<32>(f.bits, o, x, q);
     f.group == 64 ? put_group<64>(f.bits, o, x, q) : put_group<128>(f.bits, o, x, q);
 }
+typedef void (*Put)(const Form& f, i64 o, const int8_t* x, uint8_t* q);  // `put_row`, or what has another order
 
 // Whole numbers [N, K] and their scales and offsets or zero points [N, K / group] as panels; the last is filled up with zeros
-template <class T>
-static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
-    const Form f = FORMS[form];
+template <Put PUT, class T>
+static void panels_of_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, const Form& f) {
     const i64 n = K / f.group, size = f.wide ? 4 : 2;
 #pragma omp parallel for schedule(dynamic)
     for (i64 p = 0; p < (N + NR - 1) / NR; p++)
@@ -77,9 +77,13 @@ static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets
                 for (i64 k = 0; k < f.group; k++) x[k] = numbers[r * K + g * f.group + k] + f.zero;
                 memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
                 if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
-                put_row(f, o, x, group + f.scales());
+                PUT(f, o, x, group + f.scales());
             }
         }
+}
+template <class T>
+static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
+    panels_of_groups<put_row>(numbers, scales, offsets, to, N, K, FORMS[form]);
 }
 EXPORT(pack_groups)
 
@@ -152,8 +156,8 @@ static inline void unpack(i64 kind, const uint8_t* b, Unpacked& u) {
     if (five) fifth_bits(b, u.x);
     if (kind == 2) subtract(u.x, 32, 16);
 }
-template <class T>
-static void pack_panel(const T* rows, uint8_t* to, i64 count, i64 K, i64 kind) {  // of so many rows
+template <Put PUT>
+static void pack_panel(const i64* rows, uint8_t* to, i64 count, i64 K, i64 kind) {  // of so many rows
     const Block z = BLOCKS[kind];
     const Form f = FORMS[z.form];
     const i64 size = f.wide ? 4 : 2, groups = z.weights / f.group;
@@ -168,14 +172,14 @@ static void pack_panel(const T* rows, uint8_t* to, i64 count, i64 K, i64 kind) {
                     const void* from = f.wide ? (const void*)(u.wide[j] + g) : u.half[j] + g;
                     memcpy(group + (j * NR + o) * size, from, size);
                 }
-                put_row(f, o, u.x + g * f.group, group + f.scales());
+                PUT(f, o, u.x + g * f.group, group + f.scales());
             }
         }
 }
 // rows: where each of N rows of K weights in blocks of this kind lies; `to`: panels, of which the last is filled up with zeros.
 // With `changed` only those are written that are others than what is there, and counted
-template <class T>
-static void pack_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
+template <Put PUT>
+static void panels_of_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
     const Form f = FORMS[BLOCKS[kind].form];
     const i64 bytes = K / f.group * f.bytes();
     i64 others = 0;
@@ -185,10 +189,14 @@ static void pack_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K
         uint8_t* panel = to + p * bytes;
         if (changed) room.resize(bytes);
         uint8_t* packed = changed ? room.data() : panel;
-        pack_panel(rows + p * NR, packed, std::min<i64>(NR, N - p * NR), K, kind);
+        pack_panel<PUT>(rows + p * NR, packed, std::min<i64>(NR, N - p * NR), K, kind);
         if (changed && memcmp(panel, packed, bytes)) memcpy(panel, packed, bytes), others++;
     }
     if (changed) *changed = others;
+}
+template <class T>
+static void pack_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
+    panels_of_blocks<put_row>(rows, to, changed, N, K, kind);
 }
 EXPORT(pack_blocks)
 

@@ -139,16 +139,18 @@ def pack_blocks(
     kernels: Kernels,
     empty: Callable[..., torch.Tensor] = torch.empty,
     kept: KeptPanels | None = None,
+    kernel: str = "pack_blocks",
 ) -> torch.Tensor:
     """Weights `[n, K]` in blocks of one format, one below the other, as `pack_groups` packs their
-    groups. `kept`: has the panels, perhaps, and is told of them."""
+    groups. `kept`: has the panels, perhaps, and is told of them; `kernel`: which of the C++ makes
+    them."""
     rows, K, (kind, form) = _block_rows(weights), weights[0].shape[1], BLOCKS[weights[0].form]
     shape = -(-len(rows) // 32), K // form.group, form.nbytes
     found, changed = kept and kept.take(shape), torch.zeros(1, dtype=torch.int64)
     panels = empty(shape, dtype=torch.uint8) if found is None else found
     at = rows.data_ptr(), panels.data_ptr(), None if found is None else changed.data_ptr()
     # the same for both dtypes
-    kernels.calls["pack_blocks", torch.float32](*at, len(rows), K, kind)
+    kernels.calls[kernel, torch.float32](*at, len(rows), K, kind)
     if kept is not None:
         kept.note(panels, len(panels) if found is None else int(changed))
     return panels
@@ -252,6 +254,8 @@ class GroupedLinear(nn.Module):
 
     invariant = True
     kind, kernel = 4, "grouped_product"  # of the C++
+    packers = "pack_groups", "pack_blocks"
+    largest = 128  # numbers of a group
 
     def __init__(
         self,
@@ -275,16 +279,21 @@ class GroupedLinear(nn.Module):
     ) -> tuple[torch.Tensor, int]:
         "The panels of `linears`, and the index of their form."
         weights: list[Any] = [l.weight for l in linears]
-        names = {getattr(w, "form", None) for w in weights}
+        names, (of_groups, of_blocks) = {getattr(w, "form", None) for w in weights}, self.packers
         if len(names) == 1 and names <= BLOCKS.keys():
             _, form = BLOCKS[names.pop()]
-            return pack_blocks(weights, self.kernels, empty, kept), form.index
-        if found := groups_of(weights):
+            return pack_blocks(weights, self.kernels, empty, kept, of_blocks), form.index
+        if found := groups_of(weights, self.largest):
             groups, form = found
-            return pack_groups(groups, form, self.kernels, empty), form.index
+            return pack_groups(groups, form, self.kernels, empty, of_groups), form.index
         plain = [plain_weight(w) for w in weights]
-        plain = [w if w.stride(-1) == 1 else w.contiguous() for w in plain]
-        return self.kernels.pack_weight(*plain, empty=empty), -1
+        return self._pack_plain([w if w.stride(-1) == 1 else w.contiguous() for w in plain], empty)
+
+    def _pack_plain(
+        self, weights: list[torch.Tensor], empty: Callable[..., torch.Tensor]
+    ) -> tuple[torch.Tensor, int]:
+        "As `_pack`, for `weights` that are plain numbers."
+        return self.kernels.pack_weight(*weights, empty=empty), -1
 
     def describe(self) -> Linear:
         "For the kernels."

@@ -1,36 +1,27 @@
 // 4-bit weights times activations in 8 bits. Made from the cells of nbs/4_fast/23b_w4a8.ipynb by .ci/cpp: edit the notebook.
 #include "int8_kernels.cpp"
 
-// Where number k of output o is among the numbers of a group, counted in bits / 8 bytes
-static inline i64 quad_at(const Form& f, i64 o, i64 k) {
-    return f.bits == 8 ? (k / 4 * NR + o) * 4 + k % 4 : ((k / 8 * NR + o) * 4 + k % 4) * 2 + k / 4 % 2;
+// As `put_row`: four numbers of 8 bits, plus 128, are a lane, or eight of 4 bits, the first four of them in the lower halves
+static inline void put_quads(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
+    const i64 four = f.bits == 4, each = four ? 8 : 4;
+    for (i64 k = 0; k < f.group; k += each) {
+        uint32_t a, b = 0;
+        memcpy(&a, x + k, 4);
+        if (four) memcpy(&b, x + k + 4, 4);
+        a = four ? a | b << 4 : a ^ 0x80808080;
+        memcpy(q + (k / each * NR + o) * 4, &a, 4);
+    }
 }
-// As `pack_groups`; a number of 8 bits is stored plus 128
 template <class T>
 static void pack_quads(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
-    const Form f = FORMS[form];
-    const i64 n = K / f.group, size = f.wide ? 4 : 2;
-#pragma omp parallel for schedule(dynamic)
-    for (i64 p = 0; p < (N + NR - 1) / NR; p++)
-        for (i64 g = 0; g < n; g++) {
-            uint8_t *group = to + (p * n + g) * f.bytes(), *q = group + f.scales();
-            memset(group, 0, f.bytes());
-            for (i64 o = 0; o < NR && p * NR + o < N; o++) {
-                const i64 r = p * NR + o;
-                memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
-                if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
-                const int8_t* x = numbers + r * K + g * f.group;
-                for (i64 k = 0; k < f.group; k++) {
-                    const i64 i = quad_at(f, o, k);
-                    if (f.bits == 8)
-                        q[i] = x[k] + 128;
-                    else
-                        q[i / 2] |= (x[k] + f.zero) << i % 2 * 4;
-                }
-            }
-        }
+    panels_of_groups<put_quads>(numbers, scales, offsets, to, N, K, FORMS[form]);
 }
 EXPORT(pack_quads)
+template <class T>
+static void pack_quad_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
+    panels_of_blocks<put_quads>(rows, to, changed, N, K, kind);
+}
+EXPORT(pack_quad_blocks)
 
 template <class T>
 static inline float round_group(const T* x, uint8_t* bytes, int32_t (&sums)[2]) {  // 32 numbers; their scale

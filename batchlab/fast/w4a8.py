@@ -6,19 +6,19 @@
 __all__ = ['GROUP', 'quantize_groups', 'check_inputs', 'W4A8Linear', 'W4A8Head', 'quads_right']
 
 # %% ../../nbs/4_fast/23b_w4a8.ipynb #3a31845f
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 from ..errors import Unavailable
-from .grouped import FORMS, GroupedLinear, Groups, form_of, groups_of
-from .grouped import grouped_product, pack_groups, panel_table
+from .grouped import BLOCKS, FORMS, GroupedLinear, Groups, dequantize_blocks, form_of
+from .grouped import grouped_product, pack_blocks, pack_groups, panel_table
 from .int8 import Int8Linear
-from .native import DTYPES, Kernels, row_addresses
-from .packed import MakeLinear, plain_weight
-from .panels import KeptPanels
+from .native import DTYPES, SOURCE, Kernels, row_addresses
+from .packed import MakeLinear
 
 # %% ../../nbs/4_fast/23b_w4a8.ipynb #9630de48
 def quantize_groups(*weights: torch.Tensor, kernels: Kernels, bits: int = 4) -> Groups:
@@ -64,6 +64,7 @@ class W4A8Linear(GroupedLinear):
     each layer; `nbytes`: of panels. Raises `Unavailable`."""
 
     kind, kernel, bits, near = 5, "quads_product", 4, 0.2
+    packers, largest = ("pack_quads", "pack_quad_blocks"), GROUP
     experts: MakeLinear = Int8Linear  # what is made of those
     head: MakeLinear
 
@@ -76,20 +77,14 @@ class W4A8Linear(GroupedLinear):
         check_inputs(linears)
         super().__init__(*linears, kernels=kernels, empty=empty)
 
-    def _pack(
-        self, linears: list[Any], empty: Callable[..., torch.Tensor], kept: KeptPanels | None
+    def _pack_plain(
+        self, weights: list[torch.Tensor], empty: Callable[..., torch.Tensor]
     ) -> tuple[torch.Tensor, int]:
-        "The panels of `linears`, and the index of their form; none are `kept` on the disk."
-        weights = [l.weight for l in linears]
-        if (found := groups_of(weights, GROUP)) is None:
-            plain = [plain_weight(w) for w in weights]
-            plain = [w if w.stride(-1) == 1 else w.contiguous() for w in plain]
-            groups = quantize_groups(*plain, kernels=self.kernels, bits=self.bits)
-            if (form := form_of(groups)) is None:
-                raise Unavailable("its weights have a form that the kernels do not know")
-            found = groups, form
-        groups, form = found
-        return pack_groups(groups, form, self.kernels, empty, "pack_quads"), form.index
+        "The panels of `weights` once they are rounded, and the index of their form."
+        groups = quantize_groups(*weights, kernels=self.kernels, bits=self.bits)
+        if (form := form_of(groups)) is None:
+            raise Unavailable("its weights have a form that the kernels do not know")
+        return pack_groups(groups, form, self.kernels, empty, self.packers[0]), form.index
 
 
 class W4A8Head(W4A8Linear):
@@ -99,6 +94,22 @@ class W4A8Head(W4A8Linear):
 
 
 W4A8Linear.head = W4A8Head
+
+# %% ../../nbs/4_fast/23b_w4a8.ipynb #57c329bc
+def _blocks_right(kernels: Kernels) -> Iterator[bool]:
+    "Whether panels of blocks of each format are those of the numbers that the blocks are."
+    gen, x = torch.Generator().manual_seed(0), 127 * torch.eye(256)  # scales of 1
+    for name, size, weights in re.findall(r'{"(\w+)", (\d+), (\d+), \d+}', SOURCE):
+        shape = 40, 256 // int(weights) * int(size)
+        raw = torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8) & 191  # no NaN
+        weight = SimpleNamespace(
+            raw=raw, form=name, order=None, shape=(40, 256), dtype=torch.float32
+        )
+        packed = pack_blocks([weight], kernels, kernel="pack_quad_blocks")
+        panels = panel_table([(packed, BLOCKS[name][1].index)])
+        got = grouped_product(kernels, x, panels, None, 40, "quads_product").T / 127
+        want = dequantize_blocks(kernels, weight, slice(None))
+        yield bool((got - want).abs().max() <= 1e-6 * want.abs().max())
 
 # %% ../../nbs/4_fast/23b_w4a8.ipynb #9cfffc10
 def quads_right(kernels: Kernels) -> Iterator[bool]:
@@ -124,3 +135,4 @@ def quads_right(kernels: Kernels) -> Iterator[bool]:
             got = grouped_product(kernels, rows, panels, None, 70, "quads_product")
             alone = grouped_product(kernels, rows[3:4].clone(), panels, None, 70, "quads_product")
             yield torch.equal(got, want.to(dtype)) and torch.equal(alone, got[3:4])
+    yield from _blocks_right(kernels)
