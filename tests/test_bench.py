@@ -218,6 +218,11 @@ def test_the_shapes_are_those_that_were_published():
             dict(quantization="q4_0", n_batch=64),
             "llama.cpp, one by one (quantization=q4_0, n_batch=64)",
         ),
+        (
+            "batchlab:weights=gguf,quantization=w4a8",
+            dict(weights="gguf", quantization="w4a8"),
+            "batchlab (weights=gguf, quantization=w4a8)",
+        ),
         ("vllm:quantization=int8", dict(quantization="int8"), "vLLM (quantization=int8)"),
     ],
 )
@@ -259,3 +264,50 @@ def test_llamacpp_gets_a_file_where_one_can_be_written(folder, tmp_path):
     status, out, err = command(opt, "single", "--contenders", "batchlab", "llamacpp", **env)
     assert status == 0 and "llamacpp is left out: 'opt' is not written as GGUF" in out, err
     assert "| batchlab |" in out and not list((tmp_path / "opt").glob("*.gguf"))
+
+
+def test_batchlab_opens_the_file_that_llamacpp_gets(tmp_path):
+    "In one run: the given file, and weights of a kind that nobody writes."
+    model = str(tmp_path / "tiny")  # more ids than the tokenizer's, as a file's vocabulary needs
+    tiny_model("llama", max_position_embeddings=2048, vocab_size=300).save_pretrained(model)
+    given = str(shapes.gguf_of(model, tmp_path, "q8_0"))
+    (tmp_path / "llama_cpp.py").write_text(
+        LLAMA_CPP.replace("'rb'", f"'rb' if path == {given!r} else '-'")
+    )
+    env = dict(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    kinds = ["llamacpp", "batchlab:weights=gguf,quantization=w4a8", "batchlab:weights=q3"]
+    files = ["--gguf", given, "--json", str(tmp_path / "r.json")]
+    status, out, err = command(model, "single", *files, "--contenders", *kinds, **env)
+    assert status == 0 and "weights=q3 is unknown: choose gguf, " in out, err
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert [r["label"].rpartition(", ")[2] for r in report["results"]] == ["8-bit weights"] * 2
+
+
+def test_weights_of_batchlab_are_a_file(folder, tmp_path):
+    setup = bench.Setup(None, dict(model=folder, gguf=None), forms=tmp_path)
+    told = lambda spec: bench.own_settings(bench.contender(spec), setup)
+    written = told("batchlab:weights=q4_0,quantization=w4a8")
+    assert open(written["model"], "rb").read(4) == b"GGUF"
+    assert written["options"] == dict(quantization="w4a8")
+    with pytest.raises(Unavailable, match="no .gguf file is there for weights=gguf: give --gguf"):
+        told("batchlab:weights=gguf")
+    setup.settings["gguf"] = "given.gguf"
+    assert told("batchlab:weights=gguf")["model"] == "given.gguf"
+    assert told("batchlab")["model"] == folder
+
+
+@pytest.mark.parametrize("mode", ["profile", "memory"])
+def test_modes_look_at_the_weights_that_are_named(folder, mode, monkeypatch):
+    opened = []
+    monkeypatch.setattr(profiling, "LLM", lambda model, **how: opened.append((model, how)))
+    monkeypatch.setattr(
+        profiling, "memory_of", lambda own, w, t: opened.append((own["model"], own["options"]))
+    )
+    monkeypatch.setattr(profiling, "memory_table", lambda rows: "")
+    args = [*TINY, f"--{mode}", "--workloads", "single", "--contenders", "batchlab:weights=gguf"]
+    settings = dict(model=folder, gguf="some.gguf", dtype="fp32", device="cpu", max_num_seqs=2)
+    settings |= dict(options=dict(weights="gguf"), vocab=(3, 259))
+    setup = bench.Setup(bench.parser().parse_args(args), settings)
+    profiling.own_llm(setup) if mode == "profile" else profiling.run_memory(setup)
+    [(model, how)] = opened
+    assert model == "some.gguf" and "weights" not in how

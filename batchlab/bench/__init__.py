@@ -19,7 +19,7 @@ import psutil, torch
 
 import batchlab
 from . import peers
-from .shapes import SHAPES, gguf_of, int8_of, shape_folder
+from .shapes import GGUF_TYPES, SHAPES, gguf_of, int8_of, shape_folder
 from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
 from ..jobs.fields import JobInput
 from ..llm.config import QUANTIZATIONS
@@ -314,7 +314,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     engines = (
         f"engines to compare, of {', '.join(CONTENDERS)}; ratios are to the first "
         "(default: all but hf-loop; with --busy batchlab and hf-static); batchlab and "
-        "vllm take quantization=int8, batchlab also w4a8, llamacpp and openvino quantization=q8_0 or q4_0"
+        "vllm take quantization=int8, batchlab also w4a8, llamacpp and openvino quantization=q8_0 or q4_0; "
+        "batchlab:weights=gguf opens the peers' .gguf file, weights=q8_0 or q4_0 one that is written"
     )
     add("contenders", engines, nargs="+", metavar="NAME[:OPTION=VALUE,…]")
     own = "with --profile: measure the first requests of this file, not workloads"
@@ -588,6 +589,22 @@ def find_gguf(model: str | None, given: str | None = None) -> str | None:
     return str(file) if given or file.suffix == ".gguf" else None
 
 # %% ../../nbs/9_bench/bench.ipynb #60be0005
+def with_weights(own: dict[str, Any], forms: Path) -> dict[str, Any]:
+    """What batchlab starts with: `own`, with the GGUF file that its option `weights` names, if any,
+    as its model: 'gguf' for the one that there is, or a key of `GGUF_TYPES` for one that is written
+    in the folder `forms`. Raises `Unavailable`, `ModelError`."""
+    options = dict(own["options"])
+    kind = options.pop("weights", None)
+    if kind is None:
+        return own
+    if kind != "gguf" and kind not in GGUF_TYPES:
+        raise Unavailable(f"weights={kind} is unknown: choose gguf, {', '.join(GGUF_TYPES)}")
+    if kind == "gguf" and not own["gguf"]:
+        raise Unavailable("no .gguf file is there for weights=gguf: give --gguf, or weights=q4_0")
+    file = own["gguf"] if kind == "gguf" else str(gguf_of(own["model"], forms, kind))
+    return own | dict(model=file, gguf=file, options=options)
+
+
 def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     """What `c` starts with: its options, and the model in the form that it reads, written now if
     need be. Raises `Unavailable`, `ModelError`."""
@@ -598,7 +615,7 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     if c.package == "vllm" and c.options.get("quantization") == "int8":
         del own["options"]["quantization"]
         own["model"] = str(int8_of(own["model"], s.forms))
-    return own
+    return with_weights(own, s.forms) if c.package == "batchlab" else own
 
 # %% ../../nbs/9_bench/bench.ipynb #276b100b
 def bits_of(gguf: str) -> str:
@@ -614,7 +631,7 @@ def measured(spec: str, result: Result, s: Setup) -> None:
     python, threads = s.pythons.get(name, sys.executable), s.args.threads
     result.version = find_package(name, python)
     settings = own_settings(c, s)
-    if c.gguf:
+    if c.gguf or "weights" in c.options:
         result.label += bits_of(settings["gguf"])
     log = Path(s.args.logs) / f"{re.sub('[^a-z0-9-]', '_', spec)}.log" if s.args.logs else None
     with started(worker_text(c.start), settings, python, log, peer_env(name, python, threads)) as w:

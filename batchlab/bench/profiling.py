@@ -155,8 +155,9 @@ def profile_table(rows: Mapping[str, tuple[dict[str, float], int]]) -> str:
 
 def own_llm(s: Setup) -> LLM:
     "The `LLM` to look at, with the options of the first contender."
-    settings: dict[str, Any] = {k: s.settings[k] for k in ("dtype", "device", "max_num_seqs")}
-    return LLM(s.settings["model"], **settings | s.settings["options"])
+    own = bench.with_weights(s.settings, s.forms)
+    settings: dict[str, Any] = {k: own[k] for k in ("dtype", "device", "max_num_seqs")}
+    return LLM(own["model"], **settings | own["options"])
 
 
 def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
@@ -325,7 +326,8 @@ def memory_table(rows: Mapping[str, dict]) -> str:
 
 def run_memory(s: Setup) -> Measured:
     "The table of memory against the plan, and the report."
-    rows = {name: memory_of(s.settings, w, s.args.threads) for name, w in chosen(s)}
+    own = bench.with_weights(s.settings, s.forms)
+    rows = {name: memory_of(own, w, s.args.threads) for name, w in chosen(s)}
     return memory_table(rows), dict(memory=rows), None
 
 # %% ../../nbs/9_bench/profiling.ipynb #1055b28d
