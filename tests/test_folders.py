@@ -124,10 +124,11 @@ def index_of(K, group, order, seed=0):
 
 
 def write_folder(
-    folder, model, write, bits=4, group=128, symmetric=True, scales=torch.float16, **how
+    folder, model, write, bits=4, group=128, symmetric=True, scales=torch.float16, own=None, **how
 ):
     """`model` in `folder` with packed linear layers, all but the head and those in `skip`; and the
-    weights that the formula gives, by the names in the file and dtype."""
+    weights that the formula gives, by the names in the file and dtype. `own`: for a name what is
+    other with its layer, or None if it is not packed."""
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     kept, want = load_file(folder / "model.safetensors"), {}
@@ -135,9 +136,13 @@ def write_folder(
     for name, w in [*kept.items()]:
         if w.dim() < 2 or any(part in name for part in other):
             continue
-        index = index_of(w.shape[1], group, how.get("order"))
-        parts = quantise(kept.pop(name), bits, index, symmetric, scales)
-        more = write(*parts, index, bits=bits, symmetric=symmetric, **how)
+        usual = dict(bits=bits, group=group, symmetric=symmetric)
+        if (other_than := own(name) if own else {}) is None:
+            continue
+        z = usual | other_than
+        index = index_of(w.shape[1], z["group"], how.get("order"))
+        parts = quantise(kept.pop(name), z["bits"], index, z["symmetric"], scales)
+        more = write(*parts, index, bits=z["bits"], symmetric=z["symmetric"], **how)
         layer = name.removesuffix(".weight")
         kept |= {f"{layer}.{end}": t.contiguous() for end, t in more.items()}
         want[name] = {d: formula(*parts, index, d) for d in DTYPES}
@@ -307,7 +312,12 @@ def test_an_order_that_was_never_filled_in_is_none(tmp_path):
     assert torch.equal(plain_weight(weight), formula(*parts, index, torch.float32))
 
 
-@pytest.mark.parametrize("packing", ["gptq", ["gptq"], dict(quant_method="gptq", bits="four")])
+DYNAMIC = dict(quant_method="gptq", bits=4, dynamic={"-:.*(down": {}})
+
+
+@pytest.mark.parametrize(
+    "packing", ["gptq", ["gptq"], dict(quant_method="gptq", bits="four"), DYNAMIC], ids=str
+)
 def test_a_damaged_configuration_is_named(tmp_path, made, packing):
     shutil.copytree(made("gptq")[0], tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())
@@ -454,6 +464,123 @@ def test_layers_that_are_not_packed_stay_as_they_are(tmp_path, any_machine):
     assert packed == want.keys() and len(packed) == 6
 
 
+def by_name(**rules):
+    "What `own` of `write_folder` is, by parts of names: the first that a layer's has, else as usual."
+    return lambda name: next((own for part, own in rules.items() if part in name), {})
+
+
+def but(*parts):
+    "Only layers with one of these parts in their names are packed."
+    return lambda name: {} if any(part in name for part in parts) else None
+
+
+def groups_of_layers(**targets):
+    "Schemes of 4 bits in groups of 128 for these `targets`."
+    how = config_of(compressed, 4, 128, True)["config_groups"]["group_0"]
+    return {name: how | dict(targets=t) for name, t in targets.items()}
+
+
+EIGHT = config_of(compressed, 8, -1, True)["config_groups"]["group_0"]
+# of each: how it is written, which layers are others than usual, and what the configuration says of it
+CHOSEN = {
+    "awq, parts of names": (
+        dict(write=awq, symmetric=False),
+        by_name(**{"layers.0.": None, "down_proj": None}),
+        dict(modules_to_not_convert=["layers.0.", "down_proj"]),
+    ),
+    "gptq, dynamic": (
+        dict(write=gptq),
+        by_name(
+            **{"layers.0.self_attn": None},
+            down_proj=dict(bits=8, group=32),
+            up_proj=dict(group=64, symmetric=False),
+        ),
+        dict(
+            dynamic={
+                r"-:.*\.0\.self_attn\.": {},
+                r"+:.*\.down_proj": dict(bits=8, group_size=32),
+                r".*\.up_proj": dict(group_size=64, sym=False),
+            }
+        ),
+    ),
+    "gptq, names in a block": (
+        dict(write=gptq, group=32),
+        but("self_attn.q_proj", "mlp.gate_proj"),
+        dict(modules_in_block_to_quantize=[["self_attn.q_proj"], ["mlp.gate_proj"]]),
+    ),
+    "compressed, targets by expression": (
+        dict(write=compressed),
+        but("mlp"),
+        dict(config_groups=groups_of_layers(one=["re:.*mlp.*"])),
+    ),
+    "compressed, targets by name": (
+        dict(write=compressed),
+        but("layers.1.mlp.up_proj", "layers.0.self_attn.o_proj"),
+        dict(
+            config_groups=groups_of_layers(
+                one=["model.layers.1.mlp.up_proj"], two=["model.layers.0.self_attn.o_proj"]
+            )
+        ),
+    ),
+    "compressed, two schemes and what is ignored": (
+        dict(write=compressed),
+        by_name(
+            **{"layers.1.mlp.gate_proj": None, "layers.0.": None}, down_proj=dict(bits=8, group=-1)
+        ),
+        dict(
+            config_groups=groups_of_layers(one=["Linear"])
+            | dict(two=EIGHT | dict(targets=["re:.*down_proj$"])),
+            # the last is the name of no linear layer
+            ignore=[
+                "lm_head",
+                r"re:.*layers\.0\.",
+                "model.layers.1.mlp.gate_proj",
+                "model.layers.1.self_attn",
+            ],
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_plans_know_which_layers_are_packed(tmp_path, any_machine, kind):
+    "By the configuration alone, the very layers that are packed in the files, and how many bytes they take."
+    how, own, about = CHOSEN[kind]
+    want = write_folder(tmp_path, sized().to(HALF), own=own, **how)
+    weights = load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    save(tmp_path, weights, config | about)
+    read, planned = (
+        {name: p for name, p in model.named_parameters() if isinstance(p, GroupedTensor)}
+        for model in (
+            load_model(tmp_path, dtype="fp32", grouped=True)[0],
+            load.load_outline(tmp_path, "fp32", "cpu", True)[0],
+        )
+    )
+    assert read.keys() == planned.keys() == want.keys() and 0 < len(want) < 14
+    for name, p in read.items():
+        assert torch.equal(plain_weight(p), want[name][torch.float32])
+        packed = GroupedLinear(linear_of(p), kernels=load_kernels()).nbytes
+        assert planned[name].nbytes == pytest.approx(packed, rel=0.01), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_know_what_stays_in_groups(made, any_machine, kind):
+    folder, want = made(kind)
+    outline, *_ = load.load_outline(folder, "fp32", "cpu", True)
+    planned = {name for name, p in outline.named_parameters() if isinstance(p, GroupedTensor)}
+    assert planned == (set() if kind in APART else want.keys())
+
+
+@pytest.mark.parametrize("write", [awq, gptq])
+def test_plans_leave_a_head_of_another_name_as_it_is(tmp_path, any_machine, write):
+    want = write_folder(tmp_path, tiny_model("gpt_neox"), write, group=32, symmetric=False)
+    outline, *_ = load.load_outline(tmp_path, "fp32", "cpu", True)
+    assert isinstance(outline.get_output_embeddings(), nn.Linear)
+    planned = {name for name, p in outline.named_parameters() if isinstance(p, GroupedTensor)}
+    assert planned == want.keys()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_may_be_packed_too(tmp_path, any_machine, tied):
     "Also beside an embedding that the configuration ties to it."
@@ -538,6 +665,10 @@ def of_weights(**more):
         (dict(quant_method="awq", w_bit=3), "AWQ in 3 bits"),
         (dict(quant_method="gptq", bits=3), "GPTQ in 3 bits"),
         (dict(quant_method="gptq", bits=2), "GPTQ in 2 bits"),
+        (
+            dict(quant_method="gptq", bits=4, dynamic={"+:.*down": dict(bits=3)}),
+            "GPTQ in 3 bits in some layers",
+        ),
         (
             dict(quant_method="gptq", bits=4, checkpoint_format="marlin"),
             "GPTQ in the form 'marlin'",

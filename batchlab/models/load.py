@@ -394,7 +394,7 @@ def _dequantised(found: FolderWeights, plain: int, packing: Packing, dtype: torc
     "What is to be said of packed layers of which so many are `plain` numbers now."
     why = "columns of a group don't lie side by side (as desc_act has them)"
     return (
-        f"{plain} of its {len(found.packed)} packed layers ({packing.method}, {packing.bits} "
+        f"{plain} of its {len(found.packed)} packed layers ({packing.method}, {packing.usual.bits} "
         f"bits) are dequantised: they take the memory and the time of {str(dtype)[6:]}"
         + f"; in {found.reordered} of them, {why}"
         * bool(found.reordered)

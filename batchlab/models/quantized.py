@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['AWQ_PLACES', 'LAYOUTS', 'Part', 'METHODS', 'Unreadable', 'Packing', 'packing_of', 'unpack', 'PackedWeight', 'Loose',
-           'weight_of', 'FolderWeights', 'read_weights', 'Unread', 'outline_weights']
+__all__ = ['AWQ_PLACES', 'LAYOUTS', 'Part', 'METHODS', 'Unreadable', 'Scheme', 'Packing', 'packing_of', 'unpack', 'PackedWeight',
+           'Loose', 'weight_of', 'FolderWeights', 'read_weights', 'Unread', 'outline_weights']
 
 # %% ../../nbs/3_models/quantized.ipynb #8fc3626b
-import contextlib, re
-from collections.abc import Callable, Iterable, Mapping
+import contextlib, math, re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,30 +33,51 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True)
+class Scheme:
+    "How the weight of a layer is packed."
+
+    bits: int  # of a number
+    group: int  # numbers with the same scale; -1 for a row
+    zeros: bool  # whether there are zero points
+    ordered: bool = False  # whether columns of a group may lie anywhere
+
+    def nbytes(self, linear: nn.Linear) -> int | None:
+        "What the weight of a packed layer takes in memory, or None if it can't stay in groups."
+        N, K = linear.out_features, linear.in_features
+        size = self.group if self.group > 0 else K
+        if K % size or size % 32 or (self.ordered and size < K):
+            return None
+        each = math.gcd(size, 128)
+        each = 32 if self.bits == 8 and each == 64 else each  # as the kernels have them
+        return N * (K * self.bits // 8 + K // each * (4 if self.zeros else 2))
+
+
+@dataclass(frozen=True)
 class Packing:
     """How the linear layers of a folder are packed, by its configuration. Files may hold more: a
-    layer's bits, groups and zero points are read from its tensors."""
+    layer's bits, groups and zero points are read from its tensors.
+
+    `rules`: the first whose regular expression matches the beginning of a layer's name has its
+    scheme, or None if it is not packed."""
 
     method: str  # awq, gptq or compressed-tensors
-    bits: int  # of a number, at most
-    group: int  # numbers with the same scale, at least; -1 for a row
-    zeros: bool  # whether there are zero points
-    skipped: tuple[str, ...] = ()  # names of modules that stay as they are, or 're:' and a pattern
+    usual: Scheme  # of most layers; of several: the most bits, the smallest groups
+    rules: tuple[tuple[re.Pattern[str], Scheme | None], ...]
     less_one: bool = False  # whether zero points are stored less 1
 
-    def nbytes(self, linear: nn.Linear) -> int:
-        "What the weight of a packed layer takes in memory."
-        N, K = linear.out_features, linear.in_features
-        groups = -(-K // (self.group if 0 < self.group < 128 else 128))
-        return N * (K * self.bits // 8 + groups * (4 if self.zeros else 2))
-
-    def skips(self, name: str) -> bool:
-        "Whether the layer of this name stays as it is."
-        return any(
-            re.match(s[3:], name) if s.startswith("re:") else s in name for s in self.skipped
-        )
+    def scheme_of(self, name: str) -> Scheme | None:
+        "How the layer of this `name` is packed, or None if it stays as it is."
+        return next((scheme for pattern, scheme in self.rules if pattern.match(name)), None)
 
 # %% ../../nbs/3_models/quantized.ipynb #ee48c49e
+def _but(*patterns: str) -> tuple[re.Pattern[str], None]:
+    "The rule that layers are not packed which none of `patterns` matches."
+    return re.compile("".join(f"(?!{p})" for p in patterns)), None
+
+
+_BLOCK, _HEAD = r".*\.\d+\.", r"(?:.*\.)?lm_head$"  # names of a block's layers, and of the head
+
+
 def _awq(c: Mapping[str, Any]) -> Packing:
     form = str(c.get("version") or c.get("format") or "gemm").lower()
     form = "llm-awq" if c.get("backend") == "llm-awq" else form
@@ -65,9 +86,24 @@ def _awq(c: Mapping[str, Any]) -> Packing:
         raise Unreadable(f"AWQ in the form {form!r}", "in its form 'gemm'")
     if bits != 4:
         raise Unreadable(f"AWQ in {bits} bits", "of 4 bits")
-    skipped = "lm_head", *(c.get("modules_to_not_convert") or ())
     group = c.get("group_size", c.get("q_group_size", 128))
-    return Packing("awq", 4, group, c.get("zero_point", True), skipped)
+    usual = Scheme(4, group, c.get("zero_point", True))
+    skipped = [re.compile(f".*{re.escape(s)}") for s in c.get("modules_to_not_convert") or ()]
+    rules = _but(_BLOCK), *((pattern, None) for pattern in skipped), (re.compile(""), usual)
+    return Packing("awq", usual, rules)
+
+
+def _dynamic(c: Mapping[str, Any], usual: Scheme) -> Iterator[tuple[re.Pattern[str], Any]]:
+    "The rules of GPTQModel's `dynamic`."
+    for pattern, own in (c.get("dynamic") or {}).items():
+        own, scheme = own or {}, None
+        if not pattern.startswith("-:"):
+            bits, group = own.get("bits", usual.bits), own.get("group_size", usual.group)
+            if bits not in (4, 8):
+                raise Unreadable(f"GPTQ in {bits} bits in some layers", "of 4 or 8 bits")
+            zeros = not own["sym"] if "sym" in own else usual.zeros
+            scheme = Scheme(bits, group, zeros, bool(own.get("desc_act", usual.ordered)))
+        yield re.compile(re.sub(r"^[-+]:", "", pattern)), scheme
 
 
 def _gptq(c: Mapping[str, Any]) -> Packing:
@@ -81,16 +117,22 @@ def _gptq(c: Mapping[str, Any]) -> Packing:
         raise Unreadable(f"GPTQ in words of {c['pack_dtype']}", "in words of int32")
     if odd := [key for key in ("adapter", "rotation") if c.get(key)]:
         raise Unreadable(f"GPTQ with {odd[0]!r}", "without it")
-    skipped = () if c.get("lm_head") else ("lm_head",)
     group, zeros = c.get("group_size", 128), not c.get("sym", True)
-    return Packing("gptq", c["bits"], group, zeros, skipped, form == "gptq")
+    usual = Scheme(c["bits"], group, zeros, bool(c.get("desc_act")))
+    head = [_HEAD] * bool(c.get("lm_head"))
+    rules = [_but(_BLOCK, *head)]
+    if inside := c.get("modules_in_block_to_quantize"):
+        names = [x for some in inside for x in ([some] if isinstance(some, str) else some)]
+        rules.append(_but(*(f".*{re.escape(x)}" for x in names), *head))
+    rules = *rules, *_dynamic(c, usual), (re.compile(""), usual)
+    return Packing("gptq", usual, rules, form == "gptq")
 
 # %% ../../nbs/3_models/quantized.ipynb #690647a6
 _ORDERS = None, False, True, "group", "weight", "dynamic", "static"
 
 
-def _scheme(scheme: Any, form: str | None) -> tuple[int, int, bool]:
-    "Bits, size of a group and whether there are zero points, of a group of layers."
+def _scheme(scheme: Any, form: str | None) -> Scheme:
+    "That of a group of layers."
     name, instead = (
         "compressed-tensors in",
         "of 'pack-quantized' weights in 4 or 8 bits (W4A16, W8A16)",
@@ -109,18 +151,31 @@ def _scheme(scheme: Any, form: str | None) -> tuple[int, int, bool]:
         raise Unreadable(f"{name} scales by {strategy!r}", instead)
     if w.get("actorder") not in _ORDERS:
         raise Unreadable(f"{name} columns ordered by {w['actorder']!r}", instead)
-    return bits, w.get("group_size") or -1, not w.get("symmetric", True)
+    ordered = w.get("actorder") in (True, "group", "dynamic")
+    return Scheme(bits, w.get("group_size") or -1, not w.get("symmetric", True), ordered)
+
+
+def _pattern(target: str) -> tuple[int, re.Pattern[str]]:
+    "Which of several targets of a layer counts, the least, and what `target` matches."
+    if target.startswith("re:"):
+        return 1, re.compile(target[3:])
+    return (2, re.compile("")) if target == "Linear" else (0, re.compile(f"{re.escape(target)}$"))
 
 
 def _compressed(c: Mapping[str, Any]) -> Packing:
-    found = [_scheme(s, c.get("format")) for s in (c.get("config_groups") or {"": None}).values()]
+    groups: list[Any] = [*(c.get("config_groups") or {"": None}).values()]
+    found = [_scheme(s, c.get("format")) for s in groups]
     for key, empty in dict(sparsity_config="format", transform_config="config_groups").items():
         if (c.get(key) or {}).get(empty) not in (None, "dense", {}):
             raise Unreadable(f"compressed-tensors with {key!r}", "without it")
-    bits, sizes, zeros = zip(*found)
-    group = min((n for n in sizes if n > 0), default=-1)
-    skipped = tuple(c.get("ignore") or ())
-    return Packing("compressed-tensors", max(bits), group, any(zeros), skipped)
+    group = min((s.group for s in found if s.group > 0), default=-1)
+    usual = Scheme(max(s.bits for s in found), group, any(s.zeros for s in found))
+    targets = [
+        (*_pattern(t), s) for g, s in zip(groups, found) for t in g.get("targets") or ["Linear"]
+    ]
+    skipped = [(_pattern(name)[1], None) for name in c.get("ignore") or ()]
+    packed = [(pattern, s) for _, pattern, s in sorted(targets, key=lambda t: t[0])]
+    return Packing("compressed-tensors", usual, (*skipped, *packed))
 
 
 def packing_of(config: Any) -> Packing | None:
@@ -385,8 +440,8 @@ def read_weights(
                 where[tensor(end)].get_tensor(tensor(end)) if tensor(end) in where else None
             )
             try:
-                loose = make(have, packing)
-                weight = weight_of(loose, packing.group, dtype, grouped)
+                loose, scheme = make(have, packing), packing.scheme_of(layer) or packing.usual
+                weight = weight_of(loose, scheme.group, dtype, grouped)
             except (ValueError, RuntimeError, ZeroDivisionError) as e:
                 raise ValueError(f"{layer}: {e}") from e
             found.packed.append(name := f"{layer}.weight")
@@ -421,6 +476,8 @@ class Unread:
 def outline_weights(model: nn.Module, packing: Packing) -> None:
     "Give the linear layers of `model`, on the meta device, weights of the size that `packing` has."
     for name, m in model.named_modules():
-        if isinstance(m, nn.Linear) and not packing.skips(name):
-            unread = Unread(m.weight.detach(), packing.nbytes(m))
+        if not isinstance(m, nn.Linear) or (scheme := packing.scheme_of(name)) is None:
+            continue
+        if (size := scheme.nbytes(m)) is not None:
+            unread = Unread(m.weight.detach(), size)
             m.weight = nn.Parameter(GroupedTensor(unread, m.weight.dtype), requires_grad=False)
