@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir', 'memory_limits',
+__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir', 'memory_limits', 'trim_heap',
            'release_threads']
 
 # %% ../nbs/2_core/machine.ipynb #b54cc550
-import ctypes, functools, os
+import contextlib, ctypes, functools, os
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -138,6 +138,12 @@ def memory_limits(
         own = top / name.lstrip("/")
         found += [_group_memory(g, *names) for g in (own, *own.parents) if g.is_relative_to(top)]
     return [x for x in found if x is not None]
+
+# %% ../nbs/2_core/machine.ipynb #92302b59
+def trim_heap() -> None:
+    "Have the C library give back to the system what was freed, where it is one that can."
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 # %% ../nbs/2_core/machine.ipynb #ompth002
 def _gnu_openmp() -> list[ctypes.CDLL]:

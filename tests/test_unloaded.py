@@ -15,6 +15,7 @@ from batchlab.machine import memory_limits
 from batchlab.llm.outputs import MemoryPlan, memory_lines
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.models.fetch import weights_missing
+from helpers import python
 from test_encoders import encoder
 
 HOW = dict(max_num_seqs=2, max_model_len=64, kv_cache_bytes=10**6)
@@ -81,6 +82,41 @@ def test_loading_may_take_the_most(size, fits, said):
     first, then, verdict = memory_lines(p)
     assert "while the model is loaded" in first and then.startswith("then 0.0 MB: weights")
     assert verdict.startswith(said) and ("lower" in verdict) is False
+
+
+OPENED = """
+import json, re, sys
+from batchlab import LLM
+from batchlab.fast import fused
+from batchlab.models import tiny_model
+
+def own():
+    with open("/proc/self/status") as f:
+        return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", f.read())[1])
+
+def watched(self, *args, **kw):
+    out = join(self, *args, **kw)
+    seen.append(own())
+    return out
+
+LLM(tiny_model("llama"))  # loads what is loaded when first used
+join, fused.WeightPacker.join = fused.WeightPacker.join, watched
+seen = [own()]
+llm = LLM(sys.argv[1], dtype="fp32")
+print(json.dumps(dict(peak=max(seen) - seen[0], planned=llm.loading_bytes)))
+"""
+
+
+def test_packing_takes_what_the_plan_says(tmp_path):
+    "The old weights go as the packed ones come: also small ones, which the C library would keep."
+    sizes = dict(hidden_size=576, intermediate_size=1536, num_hidden_layers=12, head_dim=64)
+    model = tiny_model("llama", **sizes, num_attention_heads=9, num_key_value_heads=3)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    done = python(OPENED, str(tmp_path), OMP_NUM_THREADS="1")
+    found = json.loads(done.stdout or "{}")
+    assert found, done.stderr
+    assert found["peak"] < found["planned"] + 30e6
 
 
 def test_a_plan_for_another_machines_memory(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@
 # %% ../../nbs/2_core/base.ipynb #3969027a
 from __future__ import annotations
 
-import contextlib, ctypes, threading
+import contextlib, threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from os import PathLike
@@ -36,7 +36,7 @@ from ..llm.loop import BackgroundLoop, Delivery, EngineSet
 from ..llm.outputs import Outputs, RequestGroup, RequestOutput, Stats, StreamEvent
 from ..llm.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
 from ..llm.shown import CallBar, facts_html, megabytes
-from ..machine import release_threads
+from ..machine import release_threads, trim_heap
 from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
 from ..models.fetch import short_name
 from ..tasks.admit import admit
@@ -378,8 +378,7 @@ def trim_memory(cuda: bool = True) -> None:
     freed (CUDA's cache, and glibc's)."""
     if cuda and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 class Lifetime(Upkeep):

@@ -23,6 +23,7 @@ from ..core.batch import Batch
 from ..core.cache import KVCache, Shape
 from ..core.packing import ints
 from ..errors import Unavailable
+from ..machine import trim_heap
 from .experts import PackedExperts, ProbeOfMixture
 from .grouped import in_blocks, pack_linears, panels_of, quick_rows
 from .int8 import Int8Linear
@@ -99,9 +100,12 @@ class WeightPacker:
     def products(self, layer: Any) -> tuple[Any, ...]:
         """The four products of a layer: q, k and v; output; gate and up; down. None for those
         that it lacks, as an MLP beside experts."""
-        return tuple(
+        found = tuple(
             self.join(linears, layer) if linears else None for linears in linears_of(layer)
         )
+        if self.own:
+            trim_heap()
+        return found
 
     def experts(self, layer: Any) -> PackedExperts | None:
         "The experts of a layer, which take the place of its own if the weights are given up."
