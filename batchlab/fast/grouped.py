@@ -254,8 +254,7 @@ class GroupedLinear(nn.Module):
 
     invariant = True
     kind, kernel = 4, "grouped_product"  # of the C++
-    packers = "pack_groups", "pack_blocks"
-    largest = 128  # numbers of a group
+    packers, largest = ("pack_groups", "pack_blocks"), 128  # which of the C++; numbers of a group
 
     def __init__(
         self,
@@ -268,30 +267,27 @@ class GroupedLinear(nn.Module):
         self.sizes, self.kernels = [l.out_features for l in linears], kernels
         self.n, self.in_features = sum(self.sizes), linears[0].in_features
         whole = all(n % 32 == 0 for n in self.sizes[:-1])
-        parts = [[l] for l in linears] if whole else [[*linears]]
+        weights = [l.weight for l in linears]
+        parts = [[w] for w in weights] if whole else [weights]
         self.weights = [self._pack(part, empty, kept) for part in parts]
         self.panels = panel_table(self.weights)
         self.bias = join_biases(*linears)
         self.nbytes = sum(w.nbytes for w, _ in self.weights)
 
     def _pack(
-        self, linears: list[Any], empty: Callable[..., torch.Tensor], kept: KeptPanels | None
+        self, weights: list[Any], empty: Callable[..., torch.Tensor], kept: KeptPanels | None
     ) -> tuple[torch.Tensor, int]:
-        "The panels of `linears`, and the index of their form."
-        weights: list[Any] = [l.weight for l in linears]
+        "The panels of `weights`, and the index of their form."
         names, (of_groups, of_blocks) = {getattr(w, "form", None) for w in weights}, self.packers
         if len(names) == 1 and names <= BLOCKS.keys():
             _, form = BLOCKS[names.pop()]
             return pack_blocks(weights, self.kernels, empty, kept, of_blocks), form.index
         if found := groups_of(weights, self.largest):
-            groups, form = found
-            return pack_groups(groups, form, self.kernels, empty, of_groups), form.index
+            return pack_groups(*found, self.kernels, empty, of_groups), found[1].index
         plain = [plain_weight(w) for w in weights]
         return self._pack_plain([w if w.stride(-1) == 1 else w.contiguous() for w in plain], empty)
 
-    def _pack_plain(
-        self, weights: list[torch.Tensor], empty: Callable[..., torch.Tensor]
-    ) -> tuple[torch.Tensor, int]:
+    def _pack_plain(self, weights: list[torch.Tensor], empty: Any) -> tuple[torch.Tensor, int]:
         "As `_pack`, for `weights` that are plain numbers."
         return self.kernels.pack_weight(*weights, empty=empty), -1
 

@@ -9,6 +9,7 @@ __all__ = ['GROUP', 'quantize_groups', 'check_inputs', 'W4A8Linear', 'W4A8Head',
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,9 +78,7 @@ class W4A8Linear(GroupedLinear):
         check_inputs(linears)
         super().__init__(*linears, kernels=kernels, empty=empty)
 
-    def _pack_plain(
-        self, weights: list[torch.Tensor], empty: Callable[..., torch.Tensor]
-    ) -> tuple[torch.Tensor, int]:
+    def _pack_plain(self, weights: list[torch.Tensor], empty: Any) -> tuple[torch.Tensor, int]:
         "The panels of `weights` once they are rounded, and the index of their form."
         groups = quantize_groups(*weights, kernels=self.kernels, bits=self.bits)
         if (form := form_of(groups)) is None:

@@ -154,7 +154,7 @@ def _scheme(scheme: Any, form: str | None) -> Scheme:
     ordered = w.get("actorder") in (True, "group", "dynamic")
     return Scheme(bits, w.get("group_size") or -1, not w.get("symmetric", True), ordered)
 
-
+# %% ../../nbs/3_models/quantized.ipynb #a332d139
 def _pattern(target: str) -> tuple[int, re.Pattern[str]]:
     "Which of several targets of a layer counts, the least, and what `target` matches."
     if target.startswith("re:"):
