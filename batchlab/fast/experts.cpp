@@ -123,7 +123,7 @@ static void expert_linear(const Experts& experts, const Linear& l, const Step& s
         }
         const uint8_t* packed = pack_rows(experts, step, bytes, K, row);
         for_experts(experts, step, (const int8_t*)l.weight, N / NR, K,
-                    multiplying(packed, (const float*)steps, l.start, l.scales, (const float*)l.bias, out, N, K));
+                    multiplying(packed, l.start, K, scaling((const float*)steps, l.scales, (const float*)l.bias, out, N)));
     }
 }
 

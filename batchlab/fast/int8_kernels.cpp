@@ -70,18 +70,6 @@ static void quantize(const T* x, uint8_t* bytes, float* steps, i64 n, i64 K, i64
 }
 EXPORT(quantize)
 
-template <class T>
-static void dequantize(const float* sums, const float* steps, const float* scales, const float* bias, T* out, i64 n, i64 N) {
-#pragma omp parallel for if (n > 1)
-    for (i64 r = 0; r < n; r++)
-        for (i64 i = 0; i < N; i += W) {
-            const int p = std::min<i64>(W, N - i);
-            vf v = part(sums + r * N + i, p) * part(scales + i, p) * steps[r];
-            part_store(out + r * N + i, bias ? v + part(bias + i, p) : v, p);
-        }
-}
-EXPORT(dequantize)
-
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define VNNI
 static inline vi dot4(vi s, int32_t a, vi w) {
@@ -133,22 +121,28 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
         for (int j = 0; j < NV; j++) memcpy(sums + i * NR + j * W, &s[i][j], sizeof(vi));
 }
 
-template <class T>
-static auto multiplying(const uint8_t* bytes, const float* steps, const int32_t* start, const float* scales, const float* bias,
-                        T* out, i64 N, i64 K) {
-    return [=](auto m, i64 r, i64 p, const int8_t* b, const char* soon, int lines) {
-        const i64 c = p * NR, at = c % N;
-        const int n = std::min<i64>(NR, N - at);
-        int32_t sums[m * NR];
-        bytes_block<m>(bytes + r * K, K, b, start + c, sums, soon, lines);
-        for (int i = 0; i < m; i++)
-            for (int j = 0; j < n; j += W) {
-                const int some = std::min(W, n - j);
+template <class T>  // sums of m rows, of which r is the first, for panel p
+static auto scaling(const float* steps, const float* scales, const float* bias, T* out, i64 N) {
+    return [=](const int32_t* sums, i64 m, i64 r, i64 p) {
+        const i64 c = p * NR, at = c % N, n = std::min<i64>(NR, N - at);
+        for (int j = 0; j < n; j += W) {
+            const int some = std::min<i64>(W, n - j);
+            const vf scale = part(scales + c + j, some), more = bias ? part(bias + c + j, some) : vf{};
+            for (i64 i = 0; i < m; i++) {
                 vi v;
                 memcpy(&v, sums + i * NR + j, sizeof v);
-                vf f = __builtin_convertvector(v, vf) * part(scales + c + j, some) * steps[r + i];
-                part_store(out + (r + i) * N + at + j, bias ? f + part(bias + c + j, some) : f, some);
+                const vf f = __builtin_convertvector(v, vf) * scale * steps[r + i];
+                part_store(out + (r + i) * N + at + j, bias ? f + more : f, some);
             }
+        }
+    };
+}
+template <class F>
+static auto multiplying(const uint8_t* bytes, const int32_t* start, i64 K, F put) {
+    return [=](auto m, i64 r, i64 p, const int8_t* b, const char* soon, int lines) {
+        int32_t sums[m * NR];
+        bytes_block<m>(bytes + r * K, K, b, start + p * NR, sums, soon, lines);
+        put(sums, m, r, p);
     };
 }
 
@@ -156,7 +150,14 @@ namespace shared {
 template <class T>
 static void bytes_product(const uint8_t* bytes, const float* steps, const int8_t* w, const int32_t* start, const float* scales,
                           const float* bias, T* out, i64 M, i64 N, i64 K, uint8_t* packed) {
-    for_panels(w, M, N, K, multiplying(pack(bytes, packed, M, K), steps, start, scales, bias, out, N, K));
+    const auto put = scaling(steps, scales, bias, out, N);
+#ifdef TILES
+    const auto make = [=](i64 p) {
+        return std::pair(start + p * NR, [=](const int32_t (*sums)[NR], int m, i64 at) { put(sums[0], m, at, p); });
+    };
+    if (tiles) return tile_product(bytes, w, M, N, K, make);
+#endif
+    for_panels(w, M, N, K, multiplying(pack(bytes, packed, M, K), start, K, put));
 }
 }  // namespace shared
 template <class T>

@@ -366,22 +366,6 @@ class ProductKernels(PackingKernels):
         )
         return out
 
-    def dequantize(
-        self,
-        sums: torch.Tensor,
-        steps: torch.Tensor,
-        scales: torch.Tensor,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """`sums` `[T, N]` times the scales of rows, `steps` `[T]`, and those of outputs, `scales`
-        `[N]`, plus `bias` `[N]` or None, all fp32: `[T, N]` of `dtype`."""
-        (T, N), out = sums.shape, torch.empty_like(sums, dtype=dtype)
-        rows = address(sums, torch.float32, T * N), address(steps, torch.float32, T)
-        outputs = _output_addresses(N, scales, bias)
-        self.calls["dequantize", dtype](*rows, *outputs, out.data_ptr(), T, N)
-        return out
-
 # %% ../../nbs/4_fast/native.ipynb #930b9483
 class Kernels(ProductKernels):
     """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 #include <omp.h>
 #if defined(__AVX512F__) || defined(__AVXVNNI__)
@@ -31,11 +32,20 @@ static inline vf all(float f) { return f - vf{}; }
 static inline vf load(const float* p) { return *(const vfu*)p; }
 static inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vhu*)p, vu) << 16); }
 static inline vu nearest(vf v) {  // its bf16, in the lower half
+#ifdef __AVX512BF16__
+    return (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v));
+#endif
     vu u = (vu)v, r = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (vu)(v != v);
     return (r & ~nan) | (0x7fc0 & nan);
 }
 static inline void store(float* p, vf v) { *(vfu*)p = v; }
-static inline void store(bf16* p, vf v) { *(vhu*)p = __builtin_convertvector(nearest(v), vh); }
+static inline void store(bf16* p, vf v) {
+#ifdef __AVX512BF16__
+    *(vhu*)p = (vh)_mm512_cvtneps_pbh((__m512)v);
+#else
+    *(vhu*)p = __builtin_convertvector(nearest(v), vh);
+#endif
+}
 [[maybe_unused]] static inline vf as(const float*, vf v) { return v; }
 [[maybe_unused]] static inline vf as(const bf16*, vf v) { return (vf)(nearest(v) << 16); }
 
@@ -249,7 +259,7 @@ template <class T>  // packed: room for the rows
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
 #ifdef TILES
     if constexpr (std::is_same_v<T, bf16>)
-        if (tiles) return tile_product(x, w, bias, out, M, N, K);
+        if (tiles) return tile_product(x, w, M, N, K, storing(bias, out, N));
 #endif
     for_panels(w, M, N, K, multiplying(pack(x, packed, M, K), bias, out, N, K));
 }
@@ -259,7 +269,7 @@ template <class T>  // by the thread that calls it
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
 #ifdef TILES
     if constexpr (std::is_same_v<T, bf16>)
-        if (tiles) return tile_product(x, w, bias, out, M, N, K);
+        if (tiles) return tile_product(x, w, M, N, K, storing(bias, out, N));
 #endif
     const Blocks blocks(M);
     for (i64 q = 0; q < blocks.n; q++) pack_some(x, packed, blocks, q, M, K);

@@ -45,8 +45,9 @@ static inline float round_group(const T* x, uint8_t* bytes, int32_t (&sums)[2]) 
 }
 
 constexpr int QR = W == 16 ? 6 : 1;  // rows multiplied together
-// Rows of K numbers in 8 bits, in blocks. Of a block of m rows: bytes [K / 4][m][4], scales [K / 32][m], and minus 8 times the
-// sums of 32 and of 16 neighbours, [K / 32][m] and [K / 16][m]
+// Rows of K numbers in 8 bits, in blocks. Of a block of m rows: bytes [K / 4][m][4]; scales [K / 32][m]; and minus 8 times the
+// sums of 32 and of 16 neighbours, [K / 32][m] and [K / 16][m]. For tiles: bytes [m][K], and in fp32 what the sums of 32 and of
+// 16 are worth.
 struct Rounded {
     uint8_t* bytes;
     float* scales;
@@ -59,7 +60,7 @@ struct Rounded {
           halves(sums + rows * K / 32) {}
 };
 template <class T>
-static void round_block(const T* x, const Rounded& to, i64 r, i64 m, i64 K) {  // rows r to r + m
+static void round_block(const T* x, const Rounded& to, i64 r, i64 m, i64 K, bool tiled) {  // rows r to r + m
     const i64 n = K / 32;
     float* scales = to.scales + r * n;
     int32_t *sums = to.sums + r * n, *halves = to.halves + 2 * r * n;
@@ -67,11 +68,17 @@ static void round_block(const T* x, const Rounded& to, i64 r, i64 m, i64 K) {  /
         uint8_t bytes[QR][32];
         for (i64 i = 0; i < m; i++) {
             int32_t s[2];
-            scales[g * m + i] = round_group(x + (r + i) * K + 32 * g, bytes[i], s);
-            sums[g * m + i] = -8 * (s[0] + s[1]);
-            for (int j = 0; j < 2; j++) halves[(2 * g + j) * m + i] = -8 * s[j];
+            const i64 at = (r + i) * K + 32 * g;
+            scales[g * m + i] = round_group(x + at, tiled ? to.bytes + at : bytes[i], s);
+            const auto put = [&](int32_t& to, int32_t total) {
+                const float worth = scales[g * m + i] * (float)total;
+                tiled ? (void)memcpy(&to, &worth, sizeof to) : (void)(to = -8 * total);
+            };
+            put(sums[g * m + i], s[0] + s[1]);
+            for (int j = 0; j < 2; j++) put(halves[(2 * g + j) * m + i], s[j]);
         }
-        pack_block([&](int i) { return (const uint32_t*)bytes[i]; }, (uint32_t*)(to.bytes + r * K + 32 * g * m), m, 8);
+        if (!tiled)
+            pack_block([&](int i) { return (const uint32_t*)bytes[i]; }, (uint32_t*)(to.bytes + r * K + 32 * g * m), m, 8);
     }
 }
 
@@ -141,13 +148,133 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
     }
 }
 
+// The sums of a row for panel p as outputs
+template <class T>
+static inline void put_sums(const vf (&s)[NV], const T* bias, T* out, i64 p, i64 N) {
+    for (int j = 0; j < NV; j++) {
+        const i64 at = p * NR + j * W;
+        const int c = std::clamp<i64>(N - at, 0, W);
+        if (c) part_store(out + at, bias ? s[j] + part(bias + at, c) : s[j], c);
+    }
+}
+#ifdef TILES
+constexpr int TG = 2, TILED = 17;  // groups whose sums wait in memory; from so many rows on
+// The numbers of a panel, signed, as rows of tiles: [K / 4][NR][4]
+static void spread_panel(const uint8_t* from, const Form& f, i64 K, int8_t* to) {
+    typedef uint8_t vb __attribute__((vector_size(2 * NR)));
+    const uint8_t zero = f.bits == 8 ? 128 : f.zero;
+    for (i64 g = 0; g < K / f.group; g++, from += f.bytes())
+        for (const uint8_t* w = from + f.scales(); w < from + f.bytes(); w += 4 * NR, to += 4 * NR) {
+            vb a[2], high[2];
+            memcpy(a, w, sizeof a);
+            for (int j = 0; j < 2; j++) {
+                if (f.bits == 4) high[j] = (a[j] >> 4) - zero, a[j] &= 15;
+                a[j] -= zero;
+            }
+            memcpy(to, a, sizeof a);
+            if (f.bits == 4) memcpy(to += 4 * NR, high, sizeof high);
+        }
+}
+// t = the sums of `count` groups of up to 32 rows a, K bytes apart, by numbers w
+template <int G, bool TWO>
+static inline void tile_groups(const uint8_t* a, const int8_t* w, i64 K, int count, int32_t (*t)[2 * TR][NR]) {
+    for (int g = 0; g < count; g++, a += G, w += G * NR) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(4, a, K);
+        _tile_loadd(6, w, 4 * NR);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(7, w + 64, 4 * NR);
+        _tile_dpbssd(1, 4, 7);
+        if (TWO) {
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_loadd(5, a + TR * K, K);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+            _tile_stored(2, t[g][TR], 4 * NR);
+            _tile_stored(3, t[g][TR] + TR, 4 * NR);
+        }
+        _tile_stored(0, t[g][0], 4 * NR);
+        _tile_stored(1, t[g][0] + TR, 4 * NR);
+    }
+}
+#endif
+
+#ifdef TILES
+// s = the products of a block of m rows by a panel, whose numbers are spread in w
+template <int G, bool TWO, bool OFFSETS>
+static void quads_tile(const Rounded& x, i64 r, i64 m, const uint8_t* from, const Form& f, const int8_t* w, i64 K, vf (*s)[NV]) {
+    alignas(64) int32_t t[2][TG][2 * TR][NR];  // of some groups, and of the next ones
+    const i64 n = K / G;
+    const uint8_t* a = x.bytes + r * K;
+    const float* scales = x.scales + r * K / 32;
+    const auto* worth = (const float*)(G == 32 ? x.sums + r * K / 32 : x.halves + r * K / 16);
+    for (i64 i = 0; i < m; i++) s[i][0] = s[i][1] = vf{};
+    const auto begin = [&](i64 first) {
+        const i64 count = std::min<i64>(TG, n - first);
+        tile_groups<G, TWO>(a + first * G, w + first * G * NR, K, count, t[first / TG % 2]);
+    };
+    begin(0);
+    for (i64 first = 0; first < n; first += TG)
+        by_count<TG>(std::min<i64>(TG, n - first), [&](auto count) {
+            begin(first + TG);  // while the vectors are at work
+            const auto* sums_of = t[first / TG % 2];
+            vf scale[count][NV], offset[count][NV];
+            for (int g = 0; g < count; g++, from += f.bytes())
+                for (int j = 0; j < NV; j++) {
+                    scale[g][j] = some_scales(from, f, j * W);
+                    if (OFFSETS) offset[g][j] = some_scales(from, f, NR + j * W);
+                    if (OFFSETS && f.offsets == 2) offset[g][j] *= -scale[g][j];
+                }
+            for (i64 i = 0; i < m; i++) {
+                vf v[NV] = {s[i][0], s[i][1]};
+                for (int g = 0; g < count; g++)
+                    for (int j = 0; j < NV; j++) {
+                        vi sum;
+                        memcpy(&sum, sums_of[g][i] + j * W, sizeof sum);
+                        v[j] += __builtin_convertvector(sum, vf) * (scale[g][j] * scales[(first + g) * G / 32 * m + i]);
+                        if (OFFSETS) v[j] += offset[g][j] * worth[(first + g) * m + i];
+                    }
+                s[i][0] = v[0], s[i][1] = v[1];
+            }
+        });
+}
+// Blocks of up to 32 rows by a panel, the p-th of N outputs. shaped: for how many rows and numbers the registers are set
+template <class T>
+static void quads_tiles(const Rounded& x, const Panel& panel, const T* bias, T* out, i64 p, i64 first, i64 last,
+                        const Blocks<2 * TR>& blocks, i64 M, i64 N, i64 K, int& shaped) {
+    static thread_local std::vector<int8_t> own;
+    const Form& f = FORMS[panel.form];
+    const auto* from = (const uint8_t*)panel.at;
+    own.resize(K * NR);
+    spread_panel(from, f, K, own.data());
+    for (i64 q = first; q < last; q++) {
+        const i64 r = q * blocks.each;
+        const int m = std::min(blocks.each, M - r), shape = m << 8 | f.group;
+        if (shape != shaped) {
+            const TileShapes shapes(m, f.group);
+            _tile_loadconfig(&shapes);
+            shaped = shape;
+        }
+        vf s[2 * TR][NV];
+        const auto multiply = [&](auto group, auto two) {
+            (f.offsets ? quads_tile<group, two, true> : quads_tile<group, two, false>)(x, r, m, from, f, own.data(), K, s);
+        };
+        const auto of = [&](auto group) { m > TR ? multiply(group, std::true_type()) : multiply(group, std::false_type()); };
+        f.group == 32 ? of(std::integral_constant<int, 32>()) : of(std::integral_constant<int, 16>());
+        for (int i = 0; i < m; i++) put_sums(s[i], bias, out + (r + i) * N, p, N);
+    }
+}
+#endif
+
 // Blocks of all rows by a panel, the p-th of N outputs
 template <class T>
 static void quads_panel(const Rounded& x, const Panel& panel, const T* bias, T* out, i64 p, i64 first, i64 last,
                         const Blocks<QR>& blocks, i64 M, i64 N, i64 K) {
     const Form& f = FORMS[panel.form];
     const auto* from = (const uint8_t*)panel.at;
-    const i64 n = std::min<i64>(NR, N - p * NR), total = K / f.group * f.bytes() / 64;
+    const i64 total = K / f.group * f.bytes() / 64;
     const i64 lines = M > 4 ? total / (last - first) : 0;  // a few rows leave the memory no time
     const char* soon = (const char*)from + 64 * total;     // the next panel
     for (i64 q = first; q < last; q++, soon += 64 * lines) {
@@ -162,26 +289,22 @@ static void quads_panel(const Rounded& x, const Panel& panel, const T* bias, T* 
                 multiply(std::integral_constant<int, 8>(), whole);
             else
                 multiply(std::integral_constant<int, 8>(), std::integral_constant<int, 16>());
-            for (int i = 0; i < m; i++)
-                for (int j = 0; j < NV; j++) {
-                    const int c = std::clamp<i64>(n - j * W, 0, W);
-                    const vf v = bias && c ? s[i][j] + part(bias + p * NR + j * W, c) : s[i][j];
-                    if (c) part_store(out + (r + i) * N + p * NR + j * W, v, c);
-                }
+            for (int i = 0; i < m; i++) put_sums(s[i], bias, out + (r + i) * N, p, N);
         });
     }
 }
 
 namespace shared {
-template <class T>  // room: as `Rounded` says
-static void quads_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K, void* room) {
+// Rows rounded, in `blocks`, then call(they, panel, its index, first and last block) for all panels
+template <class B, class T, class F>
+static void for_quads(const B& blocks, const T* x, const Panel* panels, i64 M, i64 N, i64 K, void* room, bool tiled, F call) {
     static thread_local std::vector<uint8_t> own;
-    const Blocks<QR> blocks(M);
-    if (!M) return;
     const bool apart = M * K <= 4096;
     if (apart) own.resize(Rounded::room(M, K)), room = own.data();
     const Rounded rounded(room, M, K);
-    const auto round = [&](i64 q) { round_block(x, rounded, q * blocks.each, std::min(blocks.each, M - q * blocks.each), K); };
+    const auto round = [&](i64 q) {
+        round_block(x, rounded, q * blocks.each, std::min(blocks.each, M - q * blocks.each), K, tiled);
+    };
     if (apart)
         for (i64 q = 0; q < blocks.n; q++) round(q);
     else {
@@ -189,12 +312,30 @@ static void quads_product(const T* x, const Panel* panels, const T* bias, T* out
         for (i64 q = 0; q < blocks.n; q++) round(q);
     }
     const i64 count = (N + NR - 1) / NR, threads = omp_get_num_threads();
-    const i64 parts = std::clamp<i64>(4 * threads / count, 1, blocks.n / 4 + 1);
+    const i64 parts = std::clamp<i64>(4 * threads / count, 1, tiled ? blocks.n : blocks.n / 4 + 1);
 #pragma omp for
     for (i64 u = 0; u < count * parts; u++) {
         const i64 p = u / parts, i = u % parts;
-        quads_panel(rounded, panels[p], bias, out, p, blocks.n * i / parts, blocks.n * (i + 1) / parts, blocks, M, N, K);
+        call(rounded, panels[p], p, blocks.n * i / parts, blocks.n * (i + 1) / parts);
     }
+}
+template <class T>  // room: as `Rounded` says
+static void quads_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K, void* room) {
+    if (!M) return;
+#ifdef TILES
+    if (tiles && M >= TILED) {
+        int shaped = 0;
+        const Blocks<2 * TR> blocks(M);
+        for_quads(blocks, x, panels, M, N, K, room, true, [&](auto& rows, auto& panel, i64 p, i64 first, i64 last) {
+            quads_tiles(rows, panel, bias, out, p, first, last, blocks, M, N, K, shaped);
+        });
+        return _tile_release();
+    }
+#endif
+    const Blocks<QR> blocks(M);
+    for_quads(blocks, x, panels, M, N, K, room, false, [&](auto& rows, auto& panel, i64 p, i64 first, i64 last) {
+        quads_panel(rows, panel, bias, out, p, first, last, blocks, M, N, K);
+    });
 }
 }  // namespace shared
 template <class T>
