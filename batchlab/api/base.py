@@ -23,6 +23,7 @@ from ..errors import EngineError, ModelError, suggest_names
 from batchlab.llm.config import (
     Limits,
     check_compile,
+    check_count,
     check_counts,
     check_quantization,
     check_strategy,
@@ -32,9 +33,10 @@ from batchlab.llm.config import (
     rope_switch,
 )
 from ..llm.inputs import Bar, ParsedPrompt, check_bar, log_failures
-from ..llm.loop import BackgroundLoop, Delivery, EngineSet
+from ..llm.loop import BackgroundLoop, Delivery, EngineSet, keep_at_exit, keep_blocks
 from ..llm.outputs import Outputs, RequestGroup, RequestOutput, Stats, StreamEvent
 from ..llm.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
+from ..llm.store import StoreOptions, check_store
 from ..llm.shown import CallBar, facts_html, megabytes
 from ..machine import release_threads
 from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
@@ -95,6 +97,7 @@ class ModelState(ModelEngines):
     adapters: Adapters | None = None
     recorder: Recorder | None = None  # the last there was
     asked_limits: dict[str, int | None]
+    store_options: StoreOptions | None = None
     pooler_config: PoolerConfig
     shapes: list[Shape] | None = None
     paddable: bool | None = None
@@ -333,8 +336,10 @@ class Upkeep(PromptLoop):
         return make_stats(self)
 
     def reset_prefix_cache(self) -> None:
-        "Forget what earlier requests left in the blocks."
+        """Forget what earlier requests left in the blocks. A prefix store keeps it: see
+        `batchlab cache` for how to empty that."""
         with self._hold():
+            keep_blocks(self.engines)
             for e in self.engines.values():
                 e.scheduler.pool.forget()
 
@@ -401,6 +406,7 @@ class Lifetime(Upkeep):
     def _close(self, drain: bool) -> None:
         self.stop(drain)
         with self._hold():
+            keep_blocks(self.engines)
             for e in self.engines.values():
                 e.reset()
             if self.adapters is not None:
@@ -427,6 +433,10 @@ class LLMBase(Lifetime):
         strategy: str = "continuous",  # how requests are batched; the others are for comparison
         # most memory for keys and values, such as 2GB (default: 70% of what is free)
         kv_cache_bytes: int | None = None,
+        # folder in which prefixes outlive the process, for any number of processes at once
+        prefix_store: str | PathLike[str] | None = None,
+        # most that it may take on the disk, such as 20GB (default: 10GB)
+        prefix_store_bytes: int | None = None,
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
@@ -456,6 +466,9 @@ class LLMBase(Lifetime):
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
         )
+        store_bytes = check_count("prefix_store_bytes", prefix_store_bytes)
+        options = prefix_store, store_bytes, strategy, self.enable_prefix_caching
+        self.store_options = check_store(*options)
         check_folders(lora_modules, max_lora_rank)
         self.load(model, tokenizer, dtype, device, check_template(chat_template))
         if enable_lora or lora_modules:
@@ -464,6 +477,8 @@ class LLMBase(Lifetime):
         self.delivery = Delivery(self)
         self.engines = EngineSet(self)
         self.prepare()
+        if self.store_options is not None:
+            keep_at_exit(self.engines)
         check_modules(self)
         if trace:
             self.trace().start()

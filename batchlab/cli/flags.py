@@ -161,6 +161,7 @@ EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too lit
     logprobs_mode=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     form=("batch", "plain", "csv", "tsv", "parquet", "txt"),
     kv_cache_bytes=byte_count,
+    prefix_store_bytes=byte_count,
     memory=byte_count,
     max_errors=whole_number,
     max_tokens=int_or_none,

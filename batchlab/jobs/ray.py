@@ -372,6 +372,10 @@ class Worker:
             and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest),
         )
 
+    def close(self) -> None:
+        "Write what is left of a prefix store: the process is about to end."
+        self.llm.close()
+
     def begin(self, job: Job) -> list:
         "Work for `job`, and no longer for another. No records yet: []."
         if self.queue:
@@ -441,6 +445,8 @@ def portable(llm: dict | None) -> dict:
     if modules := llm.get("lora_modules"):
         found = read_modules(modules).items()
         llm["lora_modules"] = {name: os.path.abspath(r.lora_path) for name, r in found}
+    if store := llm.get("prefix_store"):
+        llm["prefix_store"] = os.path.abspath(os.path.expanduser(store))
     if template := llm.get("chat_template"):
         llm["chat_template"] = template_text(template)  # a file may be here alone
     return llm
@@ -477,6 +483,8 @@ class Actors:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        if self.llm.get("prefix_store"):
+            self.store_prefixes()
         for handle in self.handles:
             self.stop_worker(handle)
         self.handles = []
@@ -487,6 +495,13 @@ class Actors:
         needs = dict(num_cpus=self.num_cpus, num_gpus=self.num_gpus, max_restarts=0)
         actor = self.ray.remote(Worker).options(**needs, scheduling_strategy="SPREAD").remote()
         return WorkerHandle(actor, actor.load.remote(self.llm, max(1, int(self.num_cpus or 1))))
+
+    def store_prefixes(self, seconds: float = 30) -> None:
+        "Let workers that are there write what is left of a prefix store."
+        with suppress(Exception):
+            refs = [h.actor.close.remote() for h in self.handles if h.info]
+            if refs:
+                self.ray.wait(refs, num_returns=len(refs), timeout=seconds)
 
     def stop_worker(self, handle: WorkerHandle) -> None:
         with suppress(Exception):

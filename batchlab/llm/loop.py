@@ -7,10 +7,11 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['log', 'Inbox', 'Turns', 'Intake', 'StepLoop', 'LoopThread', 'BackgroundLoop', 'make_engine', 'give_back_idle',
-           'EngineKinds', 'probe', 'EngineSet', 'end_request', 'add_up', 'note_result', 'Delivery']
+           'EngineKinds', 'probe', 'store_facts', 'find_store', 'keep_blocks', 'keep_at_exit', 'EngineSet',
+           'end_request', 'add_up', 'note_result', 'Delivery']
 
 # %% ../../nbs/2_core/loop.ipynb #90905258
-import contextlib, heapq, itertools, logging, os, threading, time
+import atexit, contextlib, heapq, itertools, logging, os, threading, time, weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -36,15 +37,17 @@ from batchlab.errors import (
     EngineError,
     ModelError,
     Option,
+    Unavailable,
     UnsupportedModelError,
 )
 from ..core.ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
+from .store import PrefixStore, facts_of_model, open_store
 from .rectangle import PaddedRunner, PaddedScheduler, SoloRunner
 from ..core.runners import PackedRunner
 from ..core.request import Request
-from ..core.scheduler import Scheduler
+from ..core.scheduler import Scheduler, root_of
 from ..basics.prefix import CHUNK, chunk_keys
 
 if TYPE_CHECKING:
@@ -328,9 +331,12 @@ def make_engine(llm: LoadedModel, kind: str) -> Engine:
             chunked=llm.causal,
             block_size=size,
             may_enter=llm.adapters and llm.adapters.may_enter,
+            root_of=llm.adapters.root_of if llm.adapters else root_of,
             **how,
         )
         runner = PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size))
+        if (store := llm.engines.store) is not None:
+            store.serve(scheduler.pool, runner)
         return Engine(scheduler, runner, llm.watchers, kind)
     begins = lambda r: chunk_keys(r.prompt_ids[: 3 * CHUNK])[-1:]
     order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (begins(r), -r.max_len)).get(
@@ -352,6 +358,7 @@ def give_back_idle(engines: dict[str, Engine], owner: object) -> None:
     for e in engines.values():
         s = e.scheduler
         if not s.running and s.pool is not owner and s.slots is not owner:
+            s.pool.keep()
             e.reset()
 
 # %% ../../nbs/2_core/loop.ipynb #32f3b622
@@ -367,6 +374,7 @@ class EngineKinds(dict[str, Engine]):
         self.kinds: dict[Request, str] = {}  # of all requests that have not been told of
         self.opened: PreTrainedModel | None = None  # the model that the backend is for
         self.state: dict[str, int] = {}  # its `model_state` then
+        self.store: PrefixStore | None = None
 
     def configure(self) -> None:
         "Begin with no engines, under `llm.limits`."
@@ -413,6 +421,9 @@ class EngineKinds(dict[str, Engine]):
         finally:
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
+            if self.store is not None:
+                own, _, late = engine.scheduler.shares
+                self.store.costs.note_step(own + late, took)
 
 # %% ../../nbs/2_core/loop.ipynb #fed549fd
 def probe(llm: LoadedModel) -> Backend:
@@ -436,6 +447,57 @@ def probe(llm: LoadedModel) -> Backend:
         )
     return backend
 
+# %% ../../nbs/2_core/loop.ipynb #03540260
+def store_facts(llm: LoadedModel) -> dict[str, Any] | None:
+    "What keys and values depend on by the model of `llm`, if there is to be a store for them."
+    if llm.store_options is None:
+        return None
+    try:
+        return facts_of_model(llm.model)
+    except Unavailable as e:
+        log.warning("the prefix store is off: %s", e)
+    return None
+
+
+def find_store(llm: LoadedModel, facts: dict[str, Any] | None) -> PrefixStore | None:
+    "The store that `llm` was asked to use, for its model and its backend; None if it has none."
+    options, backend = llm.store_options, llm.engines.backend
+    if options is None or facts is None:
+        return None
+    if not llm.shapes or not llm.causal:
+        log.warning("the prefix store is off: this model keeps no keys and values in blocks")
+        return None
+    fixed = bool(llm.own and backend.nbytes)
+    if llm.adapters is not None:
+        llm.adapters.by_content = True
+    try:
+        return open_store(options, facts, llm.model, backend, llm.quantization, fixed)
+    except Unavailable as e:
+        log.warning("the prefix store is off: %s", e)
+    return None
+
+
+def keep_blocks(engines: EngineKinds) -> None:
+    "Write what is left in the blocks of `engines` into the store, if there is one."
+    for e in list(engines.values()):
+        if engines.store is not None and e.scheduler.pool.tier is engines.store:
+            engines.store.keep(e.scheduler.pool)
+
+
+def keep_at_exit(engines: EngineKinds) -> None:
+    "Call `keep_blocks` when Python ends, if `engines` are still there."
+    process, here = os.getpid(), weakref.ref(engines)
+
+    def end() -> None:
+        found = here()
+        if found is None or os.getpid() != process:
+            return
+        with found.llm._hold(timeout=5) as mine:
+            if mine:
+                keep_blocks(found)
+
+    atexit.register(end)
+
 # %% ../../nbs/2_core/loop.ipynb #10a50c03
 class EngineSet(EngineKinds):
     """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one
@@ -444,6 +506,8 @@ class EngineSet(EngineKinds):
     For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one;
     `past_steps`: steps of engines that are gone; `seconds`: time spent in steps; `last`: the
     kind that stepped last. `paces`: how much of a step preemptible requests get.
+
+    `store`: where blocks go that leave memory, or None.
 
     `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are
     `llm.limits`, `configure` it."""
@@ -489,11 +553,13 @@ class EngineSet(EngineKinds):
         llm, model = self.llm, self.llm.model
         self.state, self.opened = {}, None  # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
+        facts, self.store = store_facts(llm), None
         backend = probe(llm)
         if llm.adapters is not None:
             llm.adapters.bind(backend, llm.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
         self.backend = backend
+        self.store = find_store(llm, facts)
         self.opened, self.state = model, model_state(model)  # an own one has given weights up
 
 # %% ../../nbs/2_core/loop.ipynb #ee504b21

@@ -567,7 +567,8 @@ class Stats:
     `recomputed`, `padded`, `masked`: see `Ledger`. `running`, `waiting`, `slots`,
     `slots_in_use`, and of blocks those that memory was taken for, those in use and those whose
     content can be found, `kv_bytes`: now. Times in seconds, means over requests;
-    `tokens_per_second`: output tokens over the time spent in steps."""
+    `tokens_per_second`: output tokens over the time spent in steps. Of a prefix store: blocks and
+    bytes that were `stored` and `loaded`, and blocks that were not stored, `lost`."""
 
     requests: dict[str, int]
     prompt_tokens: int
@@ -589,6 +590,11 @@ class Stats:
     time_to_first_token: float
     time_per_token: float
     tokens_per_second: float
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    lost_blocks: int = 0
 
     def __repr__(self) -> str:
         return facts_text(self, self._facts())
@@ -611,7 +617,16 @@ class Stats:
             memory=f"{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of "
             f"{self.blocks:,} blocks in use, "
             f"{self.blocks_cached:,} can be found again",
+            **self._store(),
             speed=f"{said(self.tokens_per_second, ',.1f')} tokens/s; "
             f"{said(self.time_to_first_token, '.3f')} s to the first token, "
             f"{said(self.time_per_token, '.4f')} s for each after it",
         )
+
+    def _store(self) -> dict[str, str]:
+        "A line on the prefix store, if anything went there or came from it."
+        if not self.stored_blocks + self.loaded_blocks + self.lost_blocks:
+            return {}
+        stored, loaded = megabytes(self.stored_bytes), megabytes(self.loaded_bytes)
+        said = f"{self.stored_blocks:,} blocks stored, {stored}; {self.loaded_blocks:,} loaded, {loaded}"
+        return dict(store=said + (f"; {self.lost_blocks:,} lost" if self.lost_blocks else ""))
