@@ -31,13 +31,15 @@ def _space(n: int, size: int) -> tuple[int, int]:
     return sums, -(-(sums + 4 * -(-size // _PIECE)) // 64) * 64
 
 
-def encode(world: bytes, name: bytes, ids: Sequence[int], data: bytes | memoryview) -> list[bytes]:
+def encode(
+    world: bytes, name: bytes, ids: Sequence[int], data: bytes | memoryview
+) -> list[bytes | memoryview]:
     """The parts of the file of block `name`, 16 bytes, in which the KV of tokens `ids` lies as
     `data`. `world`: 32 bytes."""
     about = _HEAD.pack(_MAGIC, world, name, len(ids), len(data))
     about += struct.pack(f"<{len(ids)}q", *ids) + _checksums(memoryview(data))
     about = about.ljust(_space(len(ids), len(data))[1] - 32, b"\0")
-    return [hashlib.sha256(about).digest(), about, bytes(data)]
+    return [hashlib.sha256(about).digest(), about, data]
 
 
 def decode(file: memoryview, world: bytes, name: bytes, ids: Sequence[int]) -> memoryview | None:
@@ -151,7 +153,7 @@ class FileRoom:
             self.total -= f.nbytes
 
 # %% ../../nbs/2_core/kvfiles.ipynb #a972184e
-def write_whole(path: Path, parts: Sequence[bytes]) -> None:
+def write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     "Write a file of `parts` at `path`, at once or not at all. Raises `OSError`."
     path.parent.mkdir(
         mode=0o700, parents=True, exist_ok=True
@@ -197,13 +199,14 @@ class BlockFiles:
         """The bytes of block `name`, with tokens `ids`, mapped, or None. What is no block is
         removed."""
         path = self.path(name)
+        file: mmap.mmap | bytes = b""
         try:
             with open(path, "rb") as f:
-                file = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+                file = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):  # an empty file can't be mapped
-            file = b""
+        except (OSError, ValueError):
+            pass  # an empty file can't be mapped
         data = decode(memoryview(file), self.world, name, ids)
         if data is None:
             with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@
 # %% ../../nbs/2_core/store.ipynb #bc3ca1fc
 from __future__ import annotations
 
-import hashlib, inspect, json, logging, os, platform, threading, time, warnings
+import hashlib, inspect, json, logging, os, platform, threading, time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -136,9 +136,9 @@ def code_of(model: PreTrainedModel) -> str:
 
 
 def own_code() -> str:
-    "64 hex digits of batchlab's code that computes: floors core and fast, the C++ included."
+    "64 hex digits of batchlab's code that computes, the C++ included."
     whole = hashlib.sha256()
-    for floor in ("core", "fast"):
+    for floor in ("core", "fast", "models"):
         for file in sorted(files("batchlab").joinpath(floor).iterdir(), key=lambda f: f.name):
             if file.name.endswith((".py", ".cpp")):
                 whole.update(file.name.encode() + file.read_bytes())
@@ -163,7 +163,9 @@ def facts_of_model(model: PreTrainedModel) -> dict[str, Any]:
 def facts_of_machine(device: torch.device) -> dict[str, Any]:
     "What bits depend on besides the model: versions, the processor or GPU, and settings of torch."
     cuda = device.type == "cuda"
+    libraries = ("ONEDNN_", "DNNL_", "MKL_", "ATEN_", "CUBLAS_")
     return dict(
+        settings={k: v for k, v in sorted(os.environ.items()) if k.startswith(libraries)},
         batchlab=own_code(),
         versions=[torch.__version__, transformers.__version__, torch.version.cuda],
         processor=[platform.machine(), cpu_name(), sorted(processor_flags())],
@@ -171,6 +173,7 @@ def facts_of_machine(device: torch.device) -> dict[str, Any]:
         precision=[
             torch.get_float32_matmul_precision(),
             torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
             torch.backends.mkldnn.enabled,
             torch.are_deterministic_algorithms_enabled(),
         ],
@@ -271,12 +274,16 @@ class WriteQueue:
                     self.thread = None
 
     def _run(self) -> None:
-        while True:
-            with self.news:
-                if not self.queue and not self.news.wait_for(lambda: self.queue, timeout=2):
-                    self.thread = None  # nothing to do: the next block starts another
-                    return
-            self.write_queue()
+        try:
+            while self._some():
+                self.write_queue()
+        finally:
+            self.thread = None  # the next block starts another
+
+    def _some(self) -> bool:
+        "Whether a block waits, or comes within two seconds."
+        with self.news:
+            return bool(self.news.wait_for(lambda: self.queue, timeout=2))
 
     def write_queue(self) -> None:
         "Write what waits now."
@@ -286,10 +293,12 @@ class WriteQueue:
         if some:
             self.check()
         for w in some:
-            self.write(w)
-            with self.news:
-                self.names.discard(w.name)
-                self.news.notify_all()
+            try:
+                self.write(w)
+            finally:
+                with self.news:
+                    self.names.discard(w.name)
+                    self.news.notify_all()
 
     def check(self) -> None:
         "Turn off, with a line that says so, if weights have changed without notice."
@@ -380,7 +389,7 @@ class PrefixStore(BlockWriter):
         self.loaded += 1
         self.loaded_bytes += len(data)
         self.costs.note_read(len(ids), time.perf_counter() - start)
-        return Mapped(_tensor(data))
+        return Mapped(torch.frombuffer(data, dtype=torch.uint8))
 
     def put(self, block: int, about: Block) -> None:
         cache, name = self.cache, about.hash
@@ -404,13 +413,6 @@ class PrefixStore(BlockWriter):
             self.flush()
         finally:
             self.patient = False
-
-
-def _tensor(data: memoryview) -> torch.Tensor:
-    "Bytes as a tensor that is only read."
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it can't be written
-        return torch.frombuffer(data, dtype=torch.uint8)
 
 # %% ../../nbs/2_core/store.ipynb #e2e7e9d1
 class StoreOptions(NamedTuple):
