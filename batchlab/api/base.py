@@ -33,7 +33,7 @@ from batchlab.llm.config import (
     rope_switch,
 )
 from ..llm.inputs import Bar, ParsedPrompt, check_bar, log_failures
-from ..llm.loop import BackgroundLoop, Delivery, EngineSet, keep_at_exit, keep_blocks
+from ..llm.loop import BackgroundLoop, Delivery, EngineSet, keep_blocks
 from ..llm.outputs import Outputs, RequestGroup, RequestOutput, Stats, StreamEvent
 from ..llm.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
 from ..llm.store import StoreOptions, check_store
@@ -388,7 +388,17 @@ def trim_memory(cuda: bool = True) -> None:
 
 
 class Lifetime(Upkeep):
-    "Its end, and what a `with` block does at its own."
+    "Its beginning and end, and what a `with` block does at its own."
+
+    def begin(self, trace: bool) -> None:
+        "Open engines for the model, and `trace` them from the start if that is asked for."
+        self.watchers = []
+        self.delivery = Delivery(self)
+        self.engines = EngineSet(self)
+        self.prepare()
+        check_modules(self)
+        if trace:
+            self.trace().start()
 
     def close(self) -> None:
         """Stop, and give back the memory of the cache; the next call takes it anew.
@@ -433,10 +443,9 @@ class LLMBase(Lifetime):
         strategy: str = "continuous",  # how requests are batched; the others are for comparison
         # most memory for keys and values, such as 2GB (default: 70% of what is free)
         kv_cache_bytes: int | None = None,
-        # folder in which prefixes outlive the process, for any number of processes at once
-        prefix_store: str | PathLike[str] | None = None,
-        # most that it may take on the disk, such as 20GB (default: 10GB)
-        prefix_store_bytes: int | None = None,
+        prefix_store: str | PathLike[str] | None = None,  # folder where prefixes outlive a process
+        prefix_store_bytes: int
+        | None = None,  # most that it may take, such as 20GB (default: 10GB)
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
@@ -466,22 +475,13 @@ class LLMBase(Lifetime):
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
         )
-        store_bytes = check_count("prefix_store_bytes", prefix_store_bytes)
-        options = prefix_store, store_bytes, strategy, self.enable_prefix_caching
-        self.store_options = check_store(*options)
+        asked = prefix_store, check_count("prefix_store_bytes", prefix_store_bytes)
+        self.store_options = check_store(*asked, strategy, self.enable_prefix_caching)
         check_folders(lora_modules, max_lora_rank)
         self.load(model, tokenizer, dtype, device, check_template(chat_template))
         if enable_lora or lora_modules:
             self.adapters = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
-        self.watchers = []
-        self.delivery = Delivery(self)
-        self.engines = EngineSet(self)
-        self.prepare()
-        if self.store_options is not None:
-            keep_at_exit(self.engines)
-        check_modules(self)
-        if trace:
-            self.trace().start()
+        self.begin(trace)
 
 # %% ../../nbs/2_core/base.ipynb #6275deea
 suggest_names(LLMBase, ModelState, Upkeep)

@@ -95,7 +95,6 @@ class UnloadedLLM(LLM):
         "As `LLM.load`, without weights. Raises `ModelError`, `ParamError`."
         if isinstance(model, nn.Module):
             raise ParamError("a loaded model has its weights: give it to LLM", field="model")
-        self.store_options = None  # a plan reads and writes no blocks
         self.own, self.source = False, (model, tokenizer, dtype, device)
         self.place = resolve_device(device)
         folder = find_model(model, weights=False)

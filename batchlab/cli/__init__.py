@@ -653,7 +653,7 @@ def manage_models(args: Namespace, llm: LLM | None = None) -> int:
         print(find_model(args.name))
     return 0
 
-
+# %% ../../nbs/7_serve/cli.ipynb #5e5a7a48
 def manage_store(root: Path, clear: bool) -> int:
     "List the prefixes in folder `root`, or remove them. Raises `JobError`."
     from batchlab.llm.kvfiles import clear_store, worlds

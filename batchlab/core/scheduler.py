@@ -17,8 +17,8 @@ from .request import Request, Row, RowOutput, StepPlan
 from ..errors import BatchError
 
 # %% auto #0
-__all__ = ['GROW', 'Name', 'root_of', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepShares', 'StepPlanner',
-           'RequestLists', 'RequestQueue', 'RequestEnds', 'Scheduler']
+__all__ = ['GROW', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepShares',
+           'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #e2879d39
 GROW = 64  # tokens that every running request is left room for when another is let in
@@ -29,9 +29,8 @@ def root_of(r: Request) -> bytes:
     return b"adapter %d" % r.adapter if r.adapter else b""
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #a651084d
-class SlotTable:
-    """The requests that run: each has a slot, a seat in the batch, and its keys and values in
-    blocks of `pool`.
+class RequestMemory:
+    """What requests that run hold of a `pool` of blocks, and what others would find and take.
 
     `running`: in the order in which they entered. `free`: the slots that nobody has, a heap.
     `root_of`: what the KV of a request depends on besides its tokens."""
@@ -67,6 +66,11 @@ class SlotTable:
         "Blocks that `r` may take in its next `GROW` tokens."
         end = min(r.num_tokens + GROW, r.max_len)
         return max(0, self.pool.blocks_for(end) - len(r.block_table))
+
+# %% ../../nbs/2_core/11_scheduler.ipynb #578016f4
+class SlotTable(RequestMemory):
+    """The requests that run: each has a slot, a seat in the batch, and its keys and values in
+    blocks of `pool`. See `RequestMemory`."""
 
     def enter(self, r: Request, hit: Hit) -> list[tuple[int, int, int]]:
         "Give `r` a slot, and what is there of it. Returns the copies to be made."

@@ -451,6 +451,16 @@ def portable(llm: dict | None) -> dict:
         llm["chat_template"] = template_text(template)  # a file may be here alone
     return llm
 
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #d79fc307
+def store_prefixes(actors: "Actors", seconds: float = 30) -> "list[WorkerHandle]":
+    "Let `actors` that have a prefix store write what is left for it, before they are killed: all of them."
+    with suppress(Exception):
+        stored = actors.handles if actors.llm.get("prefix_store") else []
+        refs = [h.actor.close.remote() for h in stored if h.info]
+        if refs:
+            actors.ray.wait(refs, num_returns=len(refs), timeout=seconds)
+    return actors.handles
+
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #e27934db
 @dataclass(eq=False)
 class Actors:
@@ -483,9 +493,7 @@ class Actors:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.llm.get("prefix_store"):
-            self.store_prefixes()
-        for handle in self.handles:
+        for handle in store_prefixes(self):
             self.stop_worker(handle)
         self.handles = []
         self.stack.close()
@@ -495,13 +503,6 @@ class Actors:
         needs = dict(num_cpus=self.num_cpus, num_gpus=self.num_gpus, max_restarts=0)
         actor = self.ray.remote(Worker).options(**needs, scheduling_strategy="SPREAD").remote()
         return WorkerHandle(actor, actor.load.remote(self.llm, max(1, int(self.num_cpus or 1))))
-
-    def store_prefixes(self, seconds: float = 30) -> None:
-        "Let workers that are there write what is left of a prefix store."
-        with suppress(Exception):
-            refs = [h.actor.close.remote() for h in self.handles if h.info]
-            if refs:
-                self.ray.wait(refs, num_returns=len(refs), timeout=seconds)
 
     def stop_worker(self, handle: WorkerHandle) -> None:
         with suppress(Exception):

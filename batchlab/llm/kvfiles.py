@@ -87,7 +87,7 @@ def remove_unfinished(root: Path, seconds: float = 3600) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(f.path)
 
-
+# %% ../../nbs/2_core/kvfiles.ipynb #aae71517
 class World(NamedTuple):
     "What a store has of one world: its folder, blocks, bytes, when one was last used, and notes."
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Inbox', 'Turns', 'Intake', 'StepLoop', 'LoopThread', 'BackgroundLoop', 'make_engine', 'give_back_idle',
-           'EngineKinds', 'probe', 'store_facts', 'find_store', 'keep_blocks', 'keep_at_exit', 'EngineSet',
+__all__ = ['log', 'OPEN', 'Inbox', 'Turns', 'Intake', 'StepLoop', 'LoopThread', 'BackgroundLoop', 'make_engine', 'give_back_idle',
+           'EngineKinds', 'probe', 'store_facts', 'find_store', 'keep_blocks', 'keep_all', 'note_costs', 'EngineSet',
            'end_request', 'add_up', 'note_result', 'Delivery']
 
 # %% ../../nbs/2_core/loop.ipynb #90905258
@@ -363,9 +363,10 @@ def give_back_idle(engines: dict[str, Engine], owner: object) -> None:
 
 # %% ../../nbs/2_core/loop.ipynb #32f3b622
 class EngineKinds(dict[str, Engine]):
-    "Engines by kind on one `backend`, and whose turn it is."
+    "Engines by kind on one `backend`, whose blocks may go to a `store`, and whose turn it is."
 
     backend: Backend
+    store: PrefixStore | None = None
 
     def __init__(self, llm: LoadedModel) -> None:
         super().__init__()
@@ -374,7 +375,6 @@ class EngineKinds(dict[str, Engine]):
         self.kinds: dict[Request, str] = {}  # of all requests that have not been told of
         self.opened: PreTrainedModel | None = None  # the model that the backend is for
         self.state: dict[str, int] = {}  # its `model_state` then
-        self.store: PrefixStore | None = None
 
     def configure(self) -> None:
         "Begin with no engines, under `llm.limits`."
@@ -407,8 +407,7 @@ class EngineKinds(dict[str, Engine]):
     def step(self) -> list[Request]:
         """One step of the next kind in line that has something to do: the requests that got a
         token, or ended."""
-        busy = self.busy
-        if not busy:
+        if not (busy := self.busy):
             return []
         self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
         engine, pace = self[self.last], self.paces[self.last]
@@ -421,9 +420,7 @@ class EngineKinds(dict[str, Engine]):
         finally:
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
-            if self.store is not None:
-                own, _, late = engine.scheduler.shares
-                self.store.costs.note_step(own + late, took)
+            note_costs(self.store, engine.scheduler.shares, took)
 
 # %% ../../nbs/2_core/loop.ipynb #fed549fd
 def probe(llm: LoadedModel) -> Backend:
@@ -468,6 +465,7 @@ def find_store(llm: LoadedModel, facts: dict[str, Any] | None) -> PrefixStore | 
         log.warning("the prefix store is off: this model keeps no keys and values in blocks")
         return None
     fixed = bool(llm.own and backend.nbytes)
+    OPEN[id(llm.engines)] = llm.engines
     if llm.adapters is not None:
         llm.adapters.by_content = True
     try:
@@ -476,7 +474,7 @@ def find_store(llm: LoadedModel, facts: dict[str, Any] | None) -> PrefixStore | 
         log.warning("the prefix store is off: %s", e)
     return None
 
-
+# %% ../../nbs/2_core/loop.ipynb #3811d7ff
 def keep_blocks(engines: EngineKinds) -> None:
     "Write what is left in the blocks of `engines` into the store, if there is one."
     for e in list(engines.values()):
@@ -484,19 +482,24 @@ def keep_blocks(engines: EngineKinds) -> None:
             engines.store.keep(e.scheduler.pool)
 
 
-def keep_at_exit(engines: EngineKinds) -> None:
-    "Call `keep_blocks` when Python ends, if `engines` are still there."
-    process, here = os.getpid(), weakref.ref(engines)
+OPEN = weakref.WeakValueDictionary[int, "EngineKinds"]()  # engines that have a store
 
-    def end() -> None:
-        found = here()
-        if found is None or os.getpid() != process:
-            return
-        with found.llm._hold(timeout=5) as mine:
-            if mine:
-                keep_blocks(found)
 
-    atexit.register(end)
+@atexit.register
+def keep_all() -> None:
+    "Call `keep_blocks` for all engines that are still there, when Python ends."
+    for engines in list(OPEN.values()):
+        llm = engines.llm
+        if llm.process == os.getpid():
+            with llm._hold(timeout=5) as mine:
+                if mine:
+                    keep_blocks(engines)
+
+
+def note_costs(store: PrefixStore | None, shares: tuple[int, int, int], seconds: float) -> None:
+    "Tell `store`, if there is one, how long a step with these `Scheduler.shares` took."
+    if store is not None:
+        store.costs.note_step(shares[0] + shares[2], seconds)
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c03
 class EngineSet(EngineKinds):
@@ -506,8 +509,6 @@ class EngineSet(EngineKinds):
     For the thread that holds `llm.mutex`. `past`: the ledger of all calls before this one;
     `past_steps`: steps of engines that are gone; `seconds`: time spent in steps; `last`: the
     kind that stepped last. `paces`: how much of a step preemptible requests get.
-
-    `store`: where blocks go that leave memory, or None.
 
     `open` finds out how the model runs: `llm.shapes`, `llm.paddable`. Once there are
     `llm.limits`, `configure` it."""
@@ -553,12 +554,11 @@ class EngineSet(EngineKinds):
         llm, model = self.llm, self.llm.model
         self.state, self.opened = {}, None  # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
-        facts, self.store = store_facts(llm), None
-        backend = probe(llm)
+        facts = store_facts(llm)
+        backend = self.backend = probe(llm)
         if llm.adapters is not None:
             llm.adapters.bind(backend, llm.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
-        self.backend = backend
         self.store = find_store(llm, facts)
         self.opened, self.state = model, model_state(model)  # an own one has given weights up
 

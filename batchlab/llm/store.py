@@ -31,8 +31,8 @@ DEFAULT_BYTES = 10 * 10**9  # that a store may take
 
 # %% auto #0
 __all__ = ['log', 'DEFAULT_BYTES', 'QUEUE', 'weights_fingerprint', 'code_of', 'own_code', 'facts_of_model', 'facts_of_machine',
-           'facts_of_backend', 'world_of', 'Costs', 'Waiting', 'WriteQueue', 'BlockWriter', 'Mapped', 'PrefixStore',
-           'StoreOptions', 'check_store', 'open_store']
+           'facts_of_backend', 'world_of', 'Costs', 'Waiting', 'WriteQueue', 'QueueThread', 'BlockWriter', 'Mapped',
+           'BlockReader', 'PrefixStore', 'StoreOptions', 'check_store', 'open_store']
 
 # %% ../../nbs/2_core/store.ipynb #241f2f3c
 _PIECE = 2**23
@@ -248,11 +248,12 @@ class WriteQueue:
     `stored`: blocks and `stored_bytes` that were written; `lost`: blocks that were not."""
 
     off = False
+    thread: threading.Thread | None = None
 
     def __init__(self, files: BlockFiles, unchanged: Callable[[], bool] | None = None) -> None:
         self.files, self.unchanged = files, unchanged
         self.queue, self.names = deque[Waiting](), set[bytes]()
-        self.news, self.thread = threading.Condition(), None
+        self.news = threading.Condition()
         self.stored = self.stored_bytes = self.lost = 0
         self.failed_at: float | None = None
 
@@ -272,6 +273,13 @@ class WriteQueue:
                     self.thread.start()
                 except RuntimeError:  # the process ends: `flush` writes
                     self.thread = None
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+# %% ../../nbs/2_core/store.ipynb #f4ee72b1
+class QueueThread(WriteQueue):
+    "Writes what waits, in a thread that ends when nothing does."
 
     def _run(self) -> None:
         try:
@@ -315,7 +323,7 @@ class WriteQueue:
         raise NotImplementedError
 
 # %% ../../nbs/2_core/store.ipynb #539deaec
-class BlockWriter(WriteQueue):
+class BlockWriter(QueueThread):
     "Writes blocks, and says once what goes wrong."
 
     failed_at: float | None = None
@@ -349,25 +357,16 @@ class Mapped(NamedTuple):
 
     data: torch.Tensor
 
+# %% ../../nbs/2_core/store.ipynb #fe962fb8
+class BlockReader(BlockWriter):
+    """Finds blocks in `files`.
 
-class PrefixStore(BlockWriter):
-    """The second tier of a block pool over `files`, see `SecondTier`.
-
-    `loaded`: blocks and `loaded_bytes` that were read. `patient`: write at once, and lose nothing."""
+    `loaded`: blocks and `loaded_bytes` that were read."""
 
     def __init__(self, files: BlockFiles, unchanged: Callable[[], bool] | None = None) -> None:
         super().__init__(files, unchanged)
-        self.costs, self.patient = Costs(), False
-        self.runner: PackedRunner | None = None
+        self.costs = Costs()
         self.loaded = self.loaded_bytes = self.burst = self.depth = 0
-
-    def serve(self, pool: BlockPool, runner: PackedRunner) -> None:
-        "Be the second tier of `pool`, whose blocks lie in the cache of `runner`."
-        pool.tier, self.runner = self, runner
-
-    @property
-    def cache(self) -> KVCache | None:
-        return None if self.runner is None else self.runner.cache
 
     def has(self, name: bytes) -> bool:
         return not self.off and self.costs.worth() and self.files.has(name)
@@ -390,6 +389,22 @@ class PrefixStore(BlockWriter):
         self.loaded_bytes += len(data)
         self.costs.note_read(len(ids), time.perf_counter() - start)
         return Mapped(torch.frombuffer(data, dtype=torch.uint8))
+
+# %% ../../nbs/2_core/store.ipynb #92283387
+class PrefixStore(BlockReader):
+    """The second tier of a block pool over files, see `SecondTier`. `patient`: write at once, and
+    lose nothing."""
+
+    patient = False
+    runner: PackedRunner | None = None
+
+    def serve(self, pool: BlockPool, runner: PackedRunner) -> None:
+        "Be the second tier of `pool`, whose blocks lie in the cache of `runner`."
+        pool.tier, self.runner = self, runner
+
+    @property
+    def cache(self) -> KVCache | None:
+        return None if self.runner is None else self.runner.cache
 
     def put(self, block: int, about: Block) -> None:
         cache, name = self.cache, about.hash

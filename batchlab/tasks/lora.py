@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter',
-           'Adapter', 'content_of', 'signature_of', 'AdapterBounds', 'AdapterMemory', 'AdapterNames', 'AdapterFiles',
-           'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters',
-           'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
+           'Adapter', 'content_of', 'signature_of', 'changed', 'AdapterBounds', 'AdapterMemory', 'AdapterNames',
+           'AdapterFiles', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
+           'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -362,6 +362,13 @@ def signature_of(folder: Path) -> tuple:
 
     return tuple(about(name) for name in ADAPTER_FILES)
 
+
+def changed(a: Adapter) -> bool:
+    "Whether the files of `a` are others than when it was asked for."
+    return signature_of(a.folder) != a.signature or (
+        a.content != b"" and content_of(a.folder) != a.content
+    )
+
 # %% ../../nbs/5_tasks/lora.ipynb #lor00050
 AdapterChoice = (
     LoRARequest | Adapter | str | None
@@ -471,9 +478,7 @@ class AdapterMemory(AdapterBounds):
         if a.weights is not None:
             return a
         try:
-            if signature_of(a.folder) != a.signature or (
-                a.content and content_of(a.folder) != a.content
-            ):
+            if changed(a):
                 raise AdapterError(
                     "its files are others than when it was asked for: ask for it again"
                 )
