@@ -172,9 +172,9 @@ def model():
 
 
 def prompts(seed=0, n=5):
-    "Prompts of different lengths that begin with the same 130 tokens, and one that does not."
+    "Prompts of different lengths that begin with the same 200 tokens, and one that does not."
     rng = random.Random(seed)
-    begin = [rng.randrange(3, 250) for _ in range(130)]
+    begin = [rng.randrange(3, 250) for _ in range(200)]
     ends = [[rng.randrange(3, 250) for _ in range(3 + 20 * i)] for i in range(n)]
     return [begin + end for end in ends] + [ends[-1]]
 
@@ -235,7 +235,7 @@ def test_a_block_has_the_bits_that_were_computed(model, tmp_path):
     again = flat(opened(model, tmp_path))
     loaded = kv_of(again, ps)
     assert again.stats().loaded_blocks >= 2
-    assert all(torch.equal(computed[h], loaded[h]) for h in computed) and len(computed) == 2
+    assert all(torch.equal(computed[h], loaded[h]) for h in computed) and len(computed) == 3
 
 
 def test_blocks_that_memory_evicts_come_back_in_the_same_process(model, tmp_path):
@@ -378,9 +378,9 @@ def test_adapters_are_told_apart_by_their_content(model, tmp_path):
     plain.close()
     first, second = run(folders[0]), run(folders[1])
     assert first[1] == second[1] == 0 and len({str(x) for x in (first[0], second[0], alone)}) == 3
-    assert run(folders[0]) == (first[0], 2) and run(folders[1]) == (second[0], 2)
+    assert run(folders[0]) == (first[0], 3) and run(folders[1]) == (second[0], 3)
     shutil.copytree(folders[0], tmp_path / "copy")  # the same by another name
-    assert run(tmp_path / "copy") == (first[0], 2)
+    assert run(tmp_path / "copy") == (first[0], 3)
 
 
 # --- files that are no blocks
@@ -488,6 +488,20 @@ def test_the_least_recently_used_go_first_and_the_limit_holds_for_all(tmp_path, 
     assert not all_files[0].write(b"b" * 16, [1], bytes(limit + 1))
     assert sum(w.blocks for w in clear_store(tmp_path)) == len(there) and foreign.exists()
     assert worlds(tmp_path) == [] and all_files[0].write(kept, [0], bytes(size))
+
+
+def test_at_the_end_what_was_used_last_goes_first_where_room_is_short(model, tmp_path):
+    rng = random.Random(13)
+    ps = [[rng.randrange(3, 250) for _ in range(200)] for _ in range(5)]
+    llm = opened(model, tmp_path, prefix_store_bytes=6 * 34_000)
+    for p in ps:
+        answers(llm, [p])
+    llm.close()
+    assert 3 <= blocks_of(tmp_path) <= 6
+    for p, loaded in ((ps[-1], 3), (ps[0], 0)):
+        llm = flat(opened(model, tmp_path))
+        assert answers(llm, [p]) == [generated(model, p, 8)]
+        assert llm.stats().loaded_blocks == loaded
 
 
 def test_reading_that_takes_longer_than_computing_is_left_out(model, tmp_path):

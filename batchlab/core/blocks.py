@@ -385,8 +385,9 @@ class TieredBlocks(BlockRecords):
             self.tier.put(i, b)
 
     def keep(self) -> None:
-        "Have the second tier keep all that nobody holds: it is about to be forgotten."
-        for i in self.cached:
+        """Have the second tier keep all that nobody holds, what was used last first: it is about to
+        be forgotten."""
+        for i in reversed(self.cached):
             self._put(i)
 
     def clear(self) -> None:

@@ -361,7 +361,10 @@ class Mapped(NamedTuple):
 class BlockReader(BlockWriter):
     """Finds blocks in `files`.
 
-    `loaded`: blocks and `loaded_bytes` that were read."""
+    `loaded`: blocks and `loaded_bytes` that were read. `patient`: what is written is the end of a
+    process, and nothing is to be lost."""
+
+    patient = False
 
     def __init__(self, files: BlockFiles, unchanged: Callable[[], bool] | None = None) -> None:
         super().__init__(files, unchanged)
@@ -372,9 +375,9 @@ class BlockReader(BlockWriter):
         return not self.off and self.costs.worth() and self.files.has(name)
 
     def used(self, name: bytes) -> None:
-        "Note that block `name` is used: of those read one behind the other, the first last."
+        "Note that block `name` is used: of those named one behind the other, the first last."
         now = time.time_ns()
-        if now - self.burst > 1e9:
+        if not self.patient and now - self.burst > 1e9:
             self.burst, self.depth = now, 0
         self.depth += 1
         self.files.touch(name, self.burst - 1000 * self.depth)
@@ -392,11 +395,11 @@ class BlockReader(BlockWriter):
 
 # %% ../../nbs/2_core/store.ipynb #92283387
 class PrefixStore(BlockReader):
-    """The second tier of a block pool over files, see `SecondTier`. `patient`: write at once, and
-    lose nothing."""
+    """The second tier of a block pool over files, see `SecondTier`. `left`: bytes that `keep` may
+    still write."""
 
-    patient = False
     runner: PackedRunner | None = None
+    left = 0
 
     def serve(self, pool: BlockPool, runner: PackedRunner) -> None:
         "Be the second tier of `pool`, whose blocks lie in the cache of `runner`."
@@ -410,22 +413,26 @@ class PrefixStore(BlockReader):
         cache, name = self.cache, about.hash
         if cache is None or name is None or self.off:
             return
-        if self.files.has(name):
+        there = self.files.has(name)
+        if there and not self.patient:
             self.files.touch(name)
-            return
-        w = Waiting(name, list(about.token_ids), cache.block_data(block))
-        if self.patient:
-            self.write(w)
-        else:
-            self.add(w)
+        elif not self.patient:
+            self.add(Waiting(name, list(about.token_ids), cache.block_data(block)))
+        elif there or self.left > 0:
+            self.left -= cache.block_bytes
+            if not there:
+                self.write(Waiting(name, list(about.token_ids), cache.block_data(block)))
+            self.used(name)
 
     def keep(self, pool: BlockPool) -> None:
-        "Write what `pool` has that nobody holds, and wait for all that is on its way."
-        self.patient = True
+        """Write what is on its way, then what `pool` has that nobody holds, as far as there is room
+        for it."""
+        self.flush()
+        self.patient, self.burst, self.depth = True, time.time_ns(), 0
+        self.left = self.files.room.limit * 15 // 16
         try:
             self.check()
             pool.keep()
-            self.flush()
         finally:
             self.patient = False
 
