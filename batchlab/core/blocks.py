@@ -360,7 +360,7 @@ class SecondTier(Protocol):
         "Keep what lies in `block`, a full one. It is copied before this returns."
         ...
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #cb21d744
+
 class TieredBlocks(BlockRecords):
     """Blocks that may leave memory for a second `tier`, and come back from it; None if there is
     none.
