@@ -1,6 +1,6 @@
 "A prefix cache that outlives its process: the same tokens with it and without, whatever has happened to its files."
 
-import copy, errno, itertools, json, os, random, shutil, sys
+import asyncio, copy, errno, itertools, json, os, random, shutil, sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batchlab import LLM, LoRARequest
+from batchlab import LLM, AsyncLLM, LoRARequest
 from batchlab.core.batch import make_batch
 from batchlab.core.blocks import BlockPool, Hit
 from batchlab.core.request import Request
@@ -548,12 +548,12 @@ def test_the_commands_share_a_folder_and_the_cache_command_shows_and_clears_it(t
         flags = "--model", str(gguf), "--temperature", "0", "--max-tokens", "4"
         assert main(["run", "-i", str(jobs), "-o", out, *flags, "--prefix-store", store]) == 0
         lines = map(json.loads, Path(out).read_text().splitlines())
-        found.append([(x["output"], x.get("usage", {})) for x in lines])
-    assert [x for x, _ in found[0]] == [x for x, _ in found[1]]
+        found.append([x["text"] for x in lines])
+    assert found[0] == found[1] and len(found[0]) == 3
     capsys.readouterr()
     assert main(["cache", "--prefix-store", store]) == 0
     said = capsys.readouterr().out
-    assert f"{blocks_of(Path(store))} blocks" in said and "tiny" in said
+    assert f"{blocks_of(Path(store))} blocks" in said and "float32" in said
     assert main(["cache", "clear", "--prefix-store", store]) == 0
     assert blocks_of(Path(store)) == 0 and main(["cache", "--prefix-store", store + "x"]) == 2
 
@@ -579,6 +579,7 @@ def test_workers_of_ray_get_the_folder_wherever_they_run(monkeypatch, tmp_path):
     assert ray.portable(dict(prefix_store="here"))["prefix_store"] == str(tmp_path / "here")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_another(tmp_path):
     class Broken:
         root = tmp_path
@@ -588,11 +589,39 @@ def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_anoth
 
     writer = store_module.BlockWriter(Broken())
     some = store_module.Waiting(b"n" * 16, [1], torch.zeros(4, dtype=torch.uint8))
-    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning):
-        writer.add(some)
-        until(lambda: not writer.names)
-        until(lambda: writer.thread is None)
+    writer.add(some)
+    until(lambda: not writer.names and writer.thread is None)
     writer.files = BlockFiles(tmp_path, bytes(32), 10**6)
     writer.add(some)
     writer.flush()
     assert writer.stored == 1 and writer.files.has(b"n" * 16)
+
+
+def test_a_server_that_is_shut_down_keeps_its_prefixes(model, tmp_path):
+    p = prompts(14, 1)[0]
+
+    async def answer():
+        async with AsyncLLM(model, prefix_store=tmp_path) as llm:
+            flat(llm.llm)
+            asked = dict(prompt_token_ids=p)
+            outs = [out async for out in llm.generate(asked, greedy(8))]
+            return list(outs[-1].outputs[0].token_ids), llm.stats().loaded_blocks
+
+    want = generated(model, p, 8)
+    assert [asyncio.run(answer()) for _ in range(2)] == [(want, 0), (want, 3)]
+
+
+@pytest.mark.parametrize("quantization", ["int8", None])
+def test_a_model_in_4_bits_and_a_quantized_one_resume_too(tmp_path, quantization):
+    "Weights that stay in the groups of their file, and those that are packed otherwise."
+    file, store = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "store"
+    text = "the beginning that both of them have in common, word for word, and it is long " * 2
+    found = []
+    for _ in range(2):
+        llm = LLM(str(file), quantization=quantization, prefix_store=store)
+        flat(llm)
+        found.append(ids(llm.generate([text + "a", text + "bcd"], greedy(8), use_tqdm=False)))
+        llm.close()
+    alone = LLM(str(file), quantization=quantization)
+    assert found == [ids(alone.generate([text + "a", text + "bcd"], greedy(8), use_tqdm=False))] * 2
+    assert llm.stats().loaded_blocks >= 1
