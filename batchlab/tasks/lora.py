@@ -5,7 +5,7 @@
 # %% ../../nbs/5_tasks/lora.ipynb #32aa0005
 from __future__ import annotations
 
-import hashlib, itertools, json, math, re, threading
+import hashlib, itertools, json, math, re, secrets, threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -408,7 +408,7 @@ class AdapterBounds:
         self.loaded = OrderedDict[int, Adapter]()  # by number, the least recently used first
         self.modules = modules or {}
         self.by_content = False  # whether KV outlives the process, in which numbers are the same
-        self.contents = dict[int, bytes]()  # by number
+        self.contents, self.here = dict[int, bytes](), secrets.token_bytes(16)
 
     @property
     def limit_bytes(self) -> int:
@@ -590,10 +590,11 @@ class Adapters(AdapterFiles):
 
     def root_of(self, r: Request) -> bytes:
         """What the KV of `r` depends on besides its tokens: the `Scheduler`'s rule. By the adapter's
-        content where KV outlives this process, else by its number."""
-        if r.adapter and r.adapter in self.contents:
-            return b"adapter " + self.contents[r.adapter]
-        return root_of(r)
+        content where KV outlives this process, else by its number, here."""
+        if not r.adapter:
+            return root_of(r)
+        content = self.contents.get(r.adapter)
+        return root_of(r) + self.here if content is None else b"adapter " + content
 
     def admit(self, asked: object) -> Adapter:
         """The adapter that is `asked` for, once it was looked at: its weights are read when the
