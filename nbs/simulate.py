@@ -51,6 +51,8 @@ class FakeModel:
 
     def execute(self, batch):
         "Do what `batch` says: a next token for each of its `logits_at`."
+        for found, block in batch.loads:
+            self.kv[block] = list(found.data)
         for a, b, n in batch.copies:
             self.kv[b] = self.kv[a][:n] + [None] * (self.block_size - n)
         spans = list(zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.starts))

@@ -381,7 +381,9 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
     `max_num_seqs`: sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`:
     most tokens of prompt and answer together. `kv_cache_bytes`: the most that keys and values
     may take, of which only what the requests need is taken. `enable_prefix_caching`: reuse the
-    KV of earlier requests with the same beginning.
+    KV of earlier requests with the same beginning. `prefix_store`: a folder in which that KV
+    outlives the process (chapter 74), shared with other processes, of up to `prefix_store_bytes`
+    (10 GB). Whoever may write there is believed, and whoever may read it can tell prompts.
 
     `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False;
     `backend` says what came of it. `quantization`: None, 'int8' or 'w4a8', see chapters 22 and

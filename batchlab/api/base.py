@@ -23,6 +23,7 @@ from ..errors import EngineError, ModelError, suggest_names
 from batchlab.llm.config import (
     Limits,
     check_compile,
+    check_count,
     check_counts,
     check_quantization,
     check_strategy,
@@ -32,9 +33,10 @@ from batchlab.llm.config import (
     rope_switch,
 )
 from ..llm.inputs import Bar, ParsedPrompt, check_bar, log_failures
-from ..llm.loop import BackgroundLoop, Delivery, EngineSet
+from ..llm.loop import BackgroundLoop, Delivery, EngineSet, keep_blocks
 from ..llm.outputs import Outputs, RequestGroup, RequestOutput, Stats, StreamEvent
 from ..llm.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
+from ..llm.store import StoreOptions, check_store
 from ..llm.shown import CallBar, facts_html, megabytes
 from ..machine import release_threads, trim_heap
 from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
@@ -95,6 +97,7 @@ class ModelState(ModelEngines):
     adapters: Adapters | None = None
     recorder: Recorder | None = None  # the last there was
     asked_limits: dict[str, int | None]
+    store_options: StoreOptions | None = None
     pooler_config: PoolerConfig
     shapes: list[Shape] | None = None
     paddable: bool | None = None
@@ -333,8 +336,10 @@ class Upkeep(PromptLoop):
         return make_stats(self)
 
     def reset_prefix_cache(self) -> None:
-        "Forget what earlier requests left in the blocks."
+        """Forget what earlier requests left in the blocks. A prefix store keeps it: see
+        `batchlab cache` for how to empty that."""
         with self._hold():
+            keep_blocks(self.engines)
             for e in self.engines.values():
                 e.scheduler.pool.forget()
 
@@ -382,7 +387,17 @@ def trim_memory(cuda: bool = True) -> None:
 
 
 class Lifetime(Upkeep):
-    "Its end, and what a `with` block does at its own."
+    "Its beginning and end, and what a `with` block does at its own."
+
+    def begin(self, trace: bool) -> None:
+        "Open engines for the model, and `trace` them from the start if that is asked for."
+        self.watchers = []
+        self.delivery = Delivery(self)
+        self.engines = EngineSet(self)
+        self.prepare()
+        check_modules(self)
+        if trace:
+            self.trace().start()
 
     def close(self) -> None:
         """Stop, and give back the memory of the cache; the next call takes it anew.
@@ -400,6 +415,7 @@ class Lifetime(Upkeep):
     def _close(self, drain: bool) -> None:
         self.stop(drain)
         with self._hold():
+            keep_blocks(self.engines)
             for e in self.engines.values():
                 e.reset()
             if self.adapters is not None:
@@ -426,6 +442,9 @@ class LLMBase(Lifetime):
         strategy: str = "continuous",  # how requests are batched; the others are for comparison
         # most memory for keys and values, such as 2GB (default: 70% of what is free)
         kv_cache_bytes: int | None = None,
+        prefix_store: str | PathLike[str] | None = None,  # folder where prefixes outlive a process
+        prefix_store_bytes: int
+        | None = None,  # most that it may take, such as 20GB (default: 10GB)
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
@@ -455,17 +474,13 @@ class LLMBase(Lifetime):
             max_model_len=max_model_len,
             kv_cache_bytes=kv_cache_bytes,
         )
+        asked = prefix_store, check_count("prefix_store_bytes", prefix_store_bytes)
+        self.store_options = check_store(*asked, strategy, self.enable_prefix_caching)
         check_folders(lora_modules, max_lora_rank)
         self.load(model, tokenizer, dtype, device, check_template(chat_template))
         if enable_lora or lora_modules:
             self.adapters = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
-        self.watchers = []
-        self.delivery = Delivery(self)
-        self.engines = EngineSet(self)
-        self.prepare()
-        check_modules(self)
-        if trace:
-            self.trace().start()
+        self.begin(trace)
 
 # %% ../../nbs/2_core/base.ipynb #6275deea
 suggest_names(LLMBase, ModelState, Upkeep)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools, math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from ..core.engine import sum_ledgers
 from ..core.request import Count, Request, RowOutput
@@ -175,6 +176,12 @@ def make_stats(llm: LoadedModel) -> Stats:
     # engines of two kinds that run take turns
     used = [s.max_num_seqs for s in schedulers if s.running]
     slots = sum(used) or max((s.max_num_seqs for s in schedulers), default=0)
+    store: Any = llm.engines.store or SimpleNamespace()
+    moved = {
+        f"{what}_{unit}": getattr(store, what + more, 0)
+        for what in ("stored", "loaded")
+        for unit, more in (("blocks", ""), ("bytes", "_bytes"))
+    }
     return Stats(
         dict(llm.delivery.ends),
         d["prompt_tokens"],
@@ -196,4 +203,6 @@ def make_stats(llm: LoadedModel) -> Stats:
         mean("time_to_first_token"),
         mean("time_per_token"),
         d["output_tokens"] / llm.engines.seconds if llm.engines.seconds else math.nan,
+        **moved,
+        lost_blocks=getattr(store, "lost", 0),
     )

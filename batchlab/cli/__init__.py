@@ -653,11 +653,27 @@ def manage_models(args: Namespace, llm: LLM | None = None) -> int:
         print(find_model(args.name))
     return 0
 
+# %% ../../nbs/7_serve/cli.ipynb #5e5a7a48
+def manage_store(root: Path, clear: bool) -> int:
+    "List the prefixes in folder `root`, or remove them. Raises `JobError`."
+    from batchlab.llm.kvfiles import clear_store, worlds
+
+    if not root.is_dir():
+        raise JobError(f"{str(root)!r} is no folder")
+    found = clear_store(root) if clear else worlds(root)
+    for w in found:
+        what = " ".join(filter(None, w.about.values())) or "?"
+        print(f"{w.nbytes / 1e6:9,.1f} MB  {w.blocks:,} blocks  {what}  {w.path}")
+    print(f"{sum(w.nbytes for w in found) / 1e6:9,.1f} MB in all")
+    return 0
+
 
 def manage_cache(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab cache`. Returns the exit status. Raises `BatchlabError`."
     from batchlab.models.storage import clear, own
 
+    if args.prefix_store is not None:
+        return manage_store(Path(args.prefix_store), args.what == "clear")
     print_kept(clear() if args.what == "clear" else own())
     return 0
 

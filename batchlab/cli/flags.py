@@ -161,6 +161,7 @@ EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too lit
     logprobs_mode=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     form=("batch", "plain", "csv", "tsv", "parquet", "txt"),
     kv_cache_bytes=byte_count,
+    prefix_store_bytes=byte_count,
     memory=byte_count,
     max_errors=whole_number,
     max_tokens=int_or_none,
@@ -419,9 +420,11 @@ class ModelsFlags(Command):
 class CacheFlags(Command):
     """show or clear what batchlab keeps on the disk
 
-    List what batchlab keeps in its own folder, or remove all of it."""
+    List what batchlab keeps in its own folder, or remove all of it. With --prefix-store, do so for
+    the prefixes of that folder."""
 
     what: Literal["list", "clear"] = "list"  # what to do: list or clear
+    prefix_store: File | None = None  # folder of prefixes, as run and serve have it
 
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls04
 class BatchFlags(Command, SaidFlags):

@@ -35,7 +35,8 @@ class Batch:
     both directions, and leave no KV: a whole sequence each. `hidden`: give the last hidden
     states in place of logits. `token_types`: of each of the T tokens, for models that tell the
     parts of a pair apart; or []. `layers`: whose hidden states are due, `[n, L, E]`, 0 for the
-    embeddings, the last one's normed; [] for the last alone."""
+    embeddings, the last one's normed; [] for the last alone. `loads`: `(what a second tier of the
+    pool has, block)`, put in place before the copies: a thing with a `data` of bytes."""
 
     ids: list[int]
     positions: list[int]
@@ -51,6 +52,7 @@ class Batch:
     hidden: bool = False
     token_types: list[int] = field(default_factory=list)
     layers: list[int] = field(default_factory=list)
+    loads: list[tuple[Any, int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.seq_lens)
@@ -143,6 +145,7 @@ def make_batch(plan: "StepPlan", block_size: int = 0, **more: Any) -> Batch:
         at,
         slots=[r.slot for r in requests],
         copies=list(plan.copies),
+        loads=list(plan.loads),
         adapters=[r.adapter for r in requests],
         **more,
     )

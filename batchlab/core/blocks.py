@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockNames', 'BlockIndex', 'BlockCounts', 'BlockReturns', 'BlockMemory',
-           'BlockRecords', 'BlockPool']
+           'BlockRecords', 'SecondTier', 'TieredBlocks', 'BlockLoads', 'BlockPool']
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #blk00007
 import math
@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from .hashes import content_hash
 
@@ -86,12 +87,14 @@ class Hit:
     """What a pool holds of a prompt: whole `blocks`, to be shared, and `n` more tokens in block
     `source`, to be copied.
 
-    `num_tokens`: of both together."""
+    `stored`: names of the whole blocks between them, which a second tier has. `num_tokens`: of
+    all together."""
 
     blocks: list[int]
     num_tokens: int
     source: int | None = None
     n: int = 0
+    stored: list[bytes] = field(default_factory=list)
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #b2a54fca
 class BlockNames:
@@ -154,12 +157,20 @@ class BlockIndex(BlockNames):
                 n, best = common_length(held, ids), i
         return n, best
 
+    def name(
+        self, at: int, part: Sequence[int], hashes: Sequence[bytes] | None, parent: bytes
+    ) -> bytes:
+        """The hash of the block of tokens `part` at position `at`, behind `parent`: that in
+        `hashes`, if it is there."""
+        k = (at + self.block_size) // self.chunk_size - 1
+        return hashes[k] if hashes is not None and k < len(hashes) else self.chain(part, parent)
+
     def find(self, ids: Sequence[int], hashes: Sequence[bytes] | None, root: bytes) -> Hit:
         "See `BlockPool.find`."
         size, last, found, parent = self.block_size, len(ids) - 1, [], root
         for at in range(0, last // size * size, size):
-            part, k = list(ids[at : at + size]), (at + size) // self.chunk_size - 1
-            h = hashes[k] if hashes is not None and k < len(hashes) else self.chain(part, parent)
+            part = list(ids[at : at + size])
+            h = self.name(at, part, hashes, parent)
             i = self.full.get(h)
             if i is None or self.blocks[i].token_ids != part:
                 break
@@ -254,7 +265,7 @@ class BlockMemory(BlockReturns):
             at = bisect_left(self.free, wanted)
             i = self.free.pop(at if self.free[at : at + 1] == [wanted] else 0)
         elif self.cached and not self._spared(next(iter(self.cached))):
-            self._empty(i := self.cached.popitem(last=False)[0])
+            self._evict(i := self.cached.popitem(last=False)[0])
             self.evictions += 1
         elif self.budget.claim(self, (len(self.blocks) + 1) * self.block_size):
             i = len(self.blocks)
@@ -263,6 +274,10 @@ class BlockMemory(BlockReturns):
             return None
         self.blocks[i].refs = 1
         return i
+
+    def _evict(self, i: int) -> None:
+        "Cached block `i` is taken for something else."
+        self._empty(i)
 
     def _spared(self, block: int) -> bool:
         "Whether there is new memory, and cached `block` was given back just now."
@@ -325,8 +340,101 @@ class BlockRecords(BlockMemory):
             part.clear()
         self.budget.claim(self, 0)
 
+# %% ../../nbs/2_core/10b_blocks.ipynb #0d6252cc
+class SecondTier(Protocol):
+    """Where full blocks go that leave memory, and from where they come back. A pool does not know
+    what it is made of.
+
+    The `name` of a block is its hash: that of all tokens up to its end."""
+
+    def has(self, name: bytes) -> bool:
+        "Whether block `name` seems to be there, and is worth fetching."
+        ...
+
+    def fetch(self, name: bytes, ids: Sequence[int]) -> Any:
+        """Block `name`, in which the KV of tokens `ids` lies, for the runner to put in its place:
+        see `Batch.loads`. None if it is not there, whole and with these tokens."""
+        ...
+
+    def put(self, block: int, about: Block) -> None:
+        "Keep what lies in `block`, a full one. It is copied before this returns."
+        ...
+
+
+class TieredBlocks(BlockRecords):
+    """Blocks that may leave memory for a second `tier`, and come back from it; None if there is
+    none.
+
+    `loading`: blocks that nothing lies in before the next step, each with what the tier has
+    for it."""
+
+    def __init__(
+        self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
+    ) -> None:
+        super().__init__(block_size, budget, prefix_caching)
+        self.tier: SecondTier | None = None
+        self.loading: list[tuple[Any, int]] = []
+
+    def _evict(self, i: int) -> None:
+        self._put(i)
+        super()._evict(i)
+
+    def _put(self, i: int) -> None:
+        b = self.blocks[i]
+        if self.tier is not None and b.hash and all(i != target for _, target in self.loading):
+            self.tier.put(i, b)
+
+    def keep(self) -> None:
+        """Have the second tier keep all that nobody holds, what was used last first: it is about to
+        be forgotten."""
+        for i in reversed(self.cached):
+            self._put(i)
+
+    def clear(self) -> None:
+        super().clear()
+        self.loading.clear()
+
+# %% ../../nbs/2_core/10b_blocks.ipynb #5e564f7a
+class BlockLoads(TieredBlocks):
+    "Finds in the second tier what goes on where memory ends, and takes blocks for it."
+
+    def _more(
+        self, ids: Sequence[int], hashes: Sequence[bytes] | None, root: bytes, hit: Hit
+    ) -> Hit:
+        "`hit`, or a longer one, with what the second tier has of `ids`."
+        size, last, names = self.block_size, len(ids) - 1, list[bytes]()
+        parent = (self.blocks[hit.blocks[-1]].hash or b"") if hit.blocks else root
+        for at in range(len(hit.blocks) * size, last // size * size, size):
+            name = self.index.name(at, ids[at : at + size], hashes, parent)
+            if self.tier is None or not self.tier.has(name):
+                break
+            names.append(name)
+            parent = name
+        if not names:
+            return hit
+        at = (len(hit.blocks) + len(names)) * size
+        n, source = self.index.longest(parent, list(ids[at : min(last, at + size)]))
+        return Hit(hit.blocks, at + n, source, n, names)
+
+    def _load(
+        self, table: list[int], ids: Sequence[int], names: Sequence[bytes], root: bytes
+    ) -> bool:
+        """Take a block for each of `names` and put it behind `table`, as far as they are there
+        and there is memory. Whether all came."""
+        for name in names:
+            at = len(table) * self.block_size
+            part = list(ids[at : at + self.block_size])
+            got = None if self.tier is None else self.tier.fetch(name, part)
+            i = None if got is None else self.take(after=table[-1] if table else None)
+            if i is None:
+                return False
+            table.append(i)
+            self.commit(table, at, part, root)
+            self.loading.append((got, i))
+        return True
+
 # %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
-class BlockPool(BlockRecords):
+class BlockPool(BlockLoads):
     """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0;
     `blocks[i]` is a `Block`.
 
@@ -348,24 +456,30 @@ class BlockPool(BlockRecords):
         tokens are compared."""
         if not self.prefix_caching or len(ids) < 2:
             return Hit([], 0)
-        return self.index.find(ids, hashes, root)
+        hit = self.index.find(ids, hashes, root)
+        return hit if self.tier is None else self._more(ids, hashes, root, hit)
 
     def enter(
         self, ids: Sequence[int], hit: Hit, root: bytes = b""
     ) -> tuple[list[int], list[tuple[int, int, int]], int]:
         """`(table, copies, tokens)` for a sequence `ids` that begins with what was found: shared
-        blocks, and a copied one.
+        blocks, those to be loaded, see `loading`, and a copied one.
 
         `copies`: `(source, target, n)`; the source is held until `release([source])`, after the
         copy was made. `tokens`: how many of `ids` are there now. Where holding the source would
         leave too few blocks for the rest of `ids`, nothing is copied."""
         for i in hit.blocks:
             self.share(i)
-        table, at = list(hit.blocks), len(hit.blocks) * self.block_size
-        self.hits += hit.num_tokens > 0
-        if hit.source is None:
+        table = list(hit.blocks)
+        if hit.source is not None:
+            self.share(hit.source)  # before a load may evict it
+        came = self._load(table, ids, hit.stored, root)
+        at = len(table) * self.block_size
+        if hit.source is not None and not came:
+            self.release([hit.source])
+        self.hits += at + hit.n > 0
+        if hit.source is None or not came:
             return table, [], at
-        self.share(hit.source)
         more = self.blocks_for(len(ids)) - len(table)
         if (
             not self.has_room(more)

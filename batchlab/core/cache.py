@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'CacheMemory', 'KVCache']
+__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'CacheMemory', 'CacheBlocks', 'KVCache']
 
 # %% ../../nbs/2_core/10_slots.ipynb #42a2e48d
 import contextlib, mmap, sys
@@ -133,8 +133,26 @@ class CacheMemory:
             )
         self.num_used = max(self.num_used, top + 1)
 
+# %% ../../nbs/2_core/10_slots.ipynb #e660c178
+class CacheBlocks(CacheMemory):
+    "Memory whose blocks can be taken out as bytes, and put back."
+
+    def block_data(self, block: int) -> torch.Tensor:
+        "The bytes of a block, all keys and then all values: a copy, uint8 `[block_bytes]`."
+        parts = [t[block].reshape(-1).view(torch.uint8) for t in self.keys + self.values]
+        return torch.cat(parts).cpu()
+
+    def put_block(self, block: int, data: torch.Tensor) -> None:
+        "Put what `block_data` gave of a cache of the same shapes and layout into a block."
+        at = 0
+        for t in self.keys + self.values:
+            place = t[block]
+            n = place.numel() * place.itemsize
+            place.copy_(data[at : at + n].view(self.dtype).view(place.shape))
+            at += n
+
 # %% ../../nbs/2_core/10_slots.ipynb #a74868d4
-class KVCache(CacheMemory):
+class KVCache(CacheBlocks):
     """Keys and values of all blocks, written in place. Tensors only: who holds which block,
     `BlockPool` knows.
 

@@ -45,7 +45,7 @@ def sum_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
 
 # %% ../../nbs/2_core/14_engine.ipynb #7ask0011
 def parts_of(plan: StepPlan) -> list[StepPlan]:
-    "`plan`, in parts whose tasks are of one class each. The copies go with the first."
+    "`plan`, in parts whose tasks are of one class each. The loads and copies go with the first."
     classes = {type(row.request.task) for row in plan.rows}
     if len(classes) == 1:
         return [plan]
@@ -53,7 +53,7 @@ def parts_of(plan: StepPlan) -> list[StepPlan]:
     for row in plan.rows:
         parts.setdefault(type(row.request.task), StepPlan()).rows.append(row)
     found = list(parts.values())
-    found[0].copies = plan.copies
+    found[0].copies, found[0].loads = plan.copies, plan.loads
     return found
 
 

@@ -184,16 +184,17 @@ class RowOutput:
 # %% ../../nbs/2_core/10c_request.ipynb #3ec8db30
 @dataclass
 class StepPlan:
-    """What one step does: first `copies`, then `rows` through the model, those of a single token
-    first.
+    """What one step does: first `loads`, then `copies`, then `rows` through the model, those of a
+    single token first.
 
-    `copies`: `(source block, target block, number of tokens)`, in this order. `admitted`:
+    `loads`: `(what the pool's second tier has, block to put it in)`. `copies`: `(source block, target block, number of tokens)`, in this order. `admitted`:
     requests that got their slot in this step; `preempted`: requests that lost it."""
 
     rows: list[Row] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    loads: list[tuple[Any, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -71,6 +71,10 @@ class PackedRunner:
         )
         if self.cache is None:
             self.cache = self.backend.make_cache(self.num_blocks)
+        if batch.loads:
+            self.cache.use(batch)
+            for found, block in batch.loads:
+                self.cache.put_block(block, found.data)
         out = self.backend.execute(self.cache, batch)
         self.ledger.masked += self.backend.masked
         return out

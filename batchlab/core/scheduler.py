@@ -17,26 +17,31 @@ from .request import Request, Row, RowOutput, StepPlan
 from ..errors import BatchError
 
 # %% auto #0
-__all__ = ['GROW', 'Name', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepShares', 'StepPlanner', 'RequestLists',
-           'RequestQueue', 'RequestEnds', 'Scheduler']
+__all__ = ['GROW', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepShares',
+           'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #e2879d39
 GROW = 64  # tokens that every running request is left room for when another is let in
 
 
-def _root(r: Request) -> bytes:
-    "What the KV of `r` depends on besides its tokens."
+def root_of(r: Request) -> bytes:
+    "What the KV of `r` depends on besides its tokens, in this process: the number of its adapter."
     return b"adapter %d" % r.adapter if r.adapter else b""
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #a651084d
-class SlotTable:
-    """The requests that run: each has a slot, a seat in the batch, and its keys and values in
-    blocks of `pool`.
+class RequestMemory:
+    """What requests that run hold of a `pool` of blocks, and what others would find and take.
 
-    `running`: in the order in which they entered. `free`: the slots that nobody has, a heap."""
+    `running`: in the order in which they entered. `free`: the slots that nobody has, a heap.
+    `root_of`: what the KV of a request depends on besides its tokens."""
 
-    def __init__(self, max_num_seqs: int, pool: BlockPool) -> None:
-        self.pool = pool
+    def __init__(
+        self,
+        max_num_seqs: int,
+        pool: BlockPool,
+        root_of: Callable[[Request], bytes] = root_of,
+    ) -> None:
+        self.pool, self.root_of = pool, root_of
         self.running: list[Request] = []
         self.free = list(range(max_num_seqs))
 
@@ -47,7 +52,7 @@ class SlotTable:
     def find(self, r: Request) -> Hit:
         "What is there of `r` already."
         hashes = None if r.output_ids else r.hashes
-        return self.pool.find(r.token_ids[: r.first_logits + 1], hashes, _root(r))
+        return self.pool.find(r.token_ids[: r.first_logits + 1], hashes, self.root_of(r))
 
     def has_room(self, r: Request, hit: Hit) -> bool:
         """Whether `r`, of which `hit` is there, may join those that run, and all grow by `GROW`
@@ -62,9 +67,16 @@ class SlotTable:
         end = min(r.num_tokens + GROW, r.max_len)
         return max(0, self.pool.blocks_for(end) - len(r.block_table))
 
+# %% ../../nbs/2_core/11_scheduler.ipynb #578016f4
+class SlotTable(RequestMemory):
+    """The requests that run: each has a slot, a seat in the batch, and its keys and values in
+    blocks of `pool`. See `RequestMemory`."""
+
     def enter(self, r: Request, hit: Hit) -> list[tuple[int, int, int]]:
         "Give `r` a slot, and what is there of it. Returns the copies to be made."
-        r.block_table, copies, r.num_computed_tokens = self.pool.enter(r.token_ids, hit, _root(r))
+        r.block_table, copies, r.num_computed_tokens = self.pool.enter(
+            r.token_ids, hit, self.root_of(r)
+        )
         self.running.append(r)
         r.slot = heapq.heappop(self.free)
         if r.num_cached_tokens is None:
@@ -78,7 +90,7 @@ class SlotTable:
     def commit(self, r: Request, start: int, end: int) -> None:
         "The tokens of `r` from `start` to `end` are computed."
         if end > start:
-            self.pool.commit(r.block_table, start, r.tokens(start, end - start), _root(r))
+            self.pool.commit(r.block_table, start, r.tokens(start, end - start), self.root_of(r))
         r.num_computed_tokens = end
 
     def leave(self, r: Request, keep: bool = True) -> None:
@@ -319,6 +331,7 @@ class RequestLists:
         patience: int = 256,
         budget: KVBudget | None = None,
         may_enter: Callable[[Request, Sequence[Request]], bool] | None = None,
+        root_of: Callable[[Request], bytes] = root_of,
     ) -> None:
         if max_num_seqs < 1:
             raise BatchError(f"max_num_seqs={max_num_seqs}: expected at least 1")
@@ -335,7 +348,7 @@ class RequestLists:
         self.patience = patience
         self.may_enter = may_enter
         self.pool = BlockPool(block_size, budget or KVBudget(max_kv_tokens), prefix_caching)
-        self.slots = SlotTable(max_num_seqs, self.pool)
+        self.slots = SlotTable(max_num_seqs, self.pool, root_of)
         self.waiting: list[Request] = []
         self.arrivals = self.num_preemptions = 0
         self.ledger = Ledger()
@@ -383,7 +396,9 @@ class RequestQueue(RequestLists):
             request.hashes = []
         elif request.hashes is None:
             size = self.pool.index.chunk_size
-            request.hashes = chunk_hashes(request.prompt_ids[:-1], size, _root(request))
+            request.hashes = chunk_hashes(
+                request.prompt_ids[:-1], size, self.slots.root_of(request)
+            )
         self._wait(request)
         return request
 
@@ -450,7 +465,8 @@ class Scheduler(RequestEnds):
     When they run out, the last in rank is preempted, and computed again later. `block_size`,
     `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models that see a sequence from
     both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may
-    not enter now; others may pass such a request, up to `patience` of them.
+    not enter now; others may pass such a request, up to `patience` of them. `root_of(request)`: what
+    KV depends on besides tokens, which is the same in all processes that share a second tier.
 
     `allowance`: how many of a step's positions preemptible requests may have at most (None: as
     many as there are); those that get none stand still, with all that they have. `shares`: of
@@ -466,6 +482,7 @@ class Scheduler(RequestEnds):
         """The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update`
         before the next one."""
         plan = self.planner(self).make()
+        plan.loads = list(self.pool.loading)
         self.pool.spare_no_more()
         others = [row.n_tokens for row in plan.rows if not row.request.preemptible]
         self.shares = sum(others), len(others), plan.num_tokens - sum(others)
@@ -476,6 +493,7 @@ class Scheduler(RequestEnds):
         got a token, or failed.
 
         The one place where tokens are appended and counted."""
+        self.pool.loading.clear()  # they lie there now
         for source, _, _ in plan.copies:
             self.pool.release([source])
         self.ledger.reused += sum(r.num_computed_tokens for r in plan.admitted)

@@ -372,6 +372,10 @@ class Worker:
             and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest),
         )
 
+    def close(self) -> None:
+        "Write what is left of a prefix store: the process is about to end."
+        self.llm.close()
+
     def begin(self, job: Job) -> list:
         "Work for `job`, and no longer for another. No records yet: []."
         if self.queue:
@@ -441,9 +445,21 @@ def portable(llm: dict | None) -> dict:
     if modules := llm.get("lora_modules"):
         found = read_modules(modules).items()
         llm["lora_modules"] = {name: os.path.abspath(r.lora_path) for name, r in found}
+    if store := llm.get("prefix_store"):
+        llm["prefix_store"] = os.path.abspath(os.path.expanduser(store))
     if template := llm.get("chat_template"):
         llm["chat_template"] = template_text(template)  # a file may be here alone
     return llm
+
+# %% ../../nbs/6_jobs/44_scaleout.ipynb #d79fc307
+def store_prefixes(actors: "Actors", seconds: float = 30) -> "list[WorkerHandle]":
+    "Let `actors` that have a prefix store write what is left for it, before they are killed: all of them."
+    with suppress(Exception):
+        stored = actors.handles if actors.llm.get("prefix_store") else []
+        refs = [h.actor.close.remote() for h in stored if h.info]
+        if refs:
+            actors.ray.wait(refs, num_returns=len(refs), timeout=seconds)
+    return actors.handles
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #e27934db
 @dataclass(eq=False)
@@ -477,7 +493,7 @@ class Actors:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for handle in self.handles:
+        for handle in store_prefixes(self):
             self.stop_worker(handle)
         self.handles = []
         self.stack.close()

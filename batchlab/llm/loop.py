@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'Inbox', 'Turns', 'Intake', 'StepLoop', 'LoopThread', 'BackgroundLoop', 'make_engine', 'give_back_idle',
-           'EngineKinds', 'probe', 'EngineSet', 'end_request', 'add_up', 'note_result', 'Delivery']
+__all__ = ['log', 'OPEN', 'Inbox', 'Turns', 'Intake', 'StepLoop', 'LoopThread', 'BackgroundLoop', 'make_engine', 'give_back_idle',
+           'EngineKinds', 'probe', 'store_facts', 'find_store', 'keep_blocks', 'keep_all', 'note_costs', 'EngineSet',
+           'end_request', 'add_up', 'note_result', 'Delivery']
 
 # %% ../../nbs/2_core/loop.ipynb #90905258
-import contextlib, heapq, itertools, logging, os, threading, time
+import atexit, contextlib, heapq, itertools, logging, os, threading, time, weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -36,15 +37,17 @@ from batchlab.errors import (
     EngineError,
     ModelError,
     Option,
+    Unavailable,
     UnsupportedModelError,
 )
 from ..core.ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
+from .store import PrefixStore, facts_of_model, open_store
 from .rectangle import PaddedRunner, PaddedScheduler, SoloRunner
 from ..core.runners import PackedRunner
 from ..core.request import Request
-from ..core.scheduler import Scheduler
+from ..core.scheduler import Scheduler, root_of
 from ..basics.prefix import CHUNK, chunk_keys
 
 if TYPE_CHECKING:
@@ -328,9 +331,12 @@ def make_engine(llm: LoadedModel, kind: str) -> Engine:
             chunked=llm.causal,
             block_size=size,
             may_enter=llm.adapters and llm.adapters.may_enter,
+            root_of=llm.adapters.root_of if llm.adapters else root_of,
             **how,
         )
         runner = PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size))
+        if (store := llm.engines.store) is not None:
+            store.serve(scheduler.pool, runner)
         return Engine(scheduler, runner, llm.watchers, kind)
     begins = lambda r: chunk_keys(r.prompt_ids[: 3 * CHUNK])[-1:]
     order = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (begins(r), -r.max_len)).get(
@@ -352,13 +358,15 @@ def give_back_idle(engines: dict[str, Engine], owner: object) -> None:
     for e in engines.values():
         s = e.scheduler
         if not s.running and s.pool is not owner and s.slots is not owner:
+            s.pool.keep()
             e.reset()
 
 # %% ../../nbs/2_core/loop.ipynb #32f3b622
 class EngineKinds(dict[str, Engine]):
-    "Engines by kind on one `backend`, and whose turn it is."
+    "Engines by kind on one `backend`, whose blocks may go to a `store`, and whose turn it is."
 
     backend: Backend
+    store: PrefixStore | None = None
 
     def __init__(self, llm: LoadedModel) -> None:
         super().__init__()
@@ -399,8 +407,7 @@ class EngineKinds(dict[str, Engine]):
     def step(self) -> list[Request]:
         """One step of the next kind in line that has something to do: the requests that got a
         token, or ended."""
-        busy = self.busy
-        if not busy:
+        if not (busy := self.busy):
             return []
         self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
         engine, pace = self[self.last], self.paces[self.last]
@@ -413,6 +420,7 @@ class EngineKinds(dict[str, Engine]):
         finally:
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
+            note_costs(self.store, engine.scheduler.shares, took)
 
 # %% ../../nbs/2_core/loop.ipynb #fed549fd
 def probe(llm: LoadedModel) -> Backend:
@@ -435,6 +443,63 @@ def probe(llm: LoadedModel) -> Backend:
             why=backend.why,
         )
     return backend
+
+# %% ../../nbs/2_core/loop.ipynb #03540260
+def store_facts(llm: LoadedModel) -> dict[str, Any] | None:
+    "What keys and values depend on by the model of `llm`, if there is to be a store for them."
+    if llm.store_options is None:
+        return None
+    try:
+        return facts_of_model(llm.model)
+    except Unavailable as e:
+        log.warning("the prefix store is off: %s", e)
+    return None
+
+
+def find_store(llm: LoadedModel, facts: dict[str, Any] | None) -> PrefixStore | None:
+    "The store that `llm` was asked to use, for its model and its backend; None if it has none."
+    options, backend = llm.store_options, llm.engines.backend
+    if options is None or facts is None:
+        return None
+    if not llm.shapes or not llm.causal:
+        log.warning("the prefix store is off: this model keeps no keys and values in blocks")
+        return None
+    fixed = bool(llm.own and backend.nbytes)
+    OPEN[id(llm.engines)] = llm.engines
+    if llm.adapters is not None:
+        llm.adapters.by_content = True
+    try:
+        return open_store(options, facts, llm.model, backend, llm.quantization, fixed)
+    except Unavailable as e:
+        log.warning("the prefix store is off: %s", e)
+    return None
+
+# %% ../../nbs/2_core/loop.ipynb #3811d7ff
+def keep_blocks(engines: EngineKinds) -> None:
+    "Write what is left in the blocks of `engines` into the store, if there is one."
+    for e in list(engines.values()):
+        if engines.store is not None and e.scheduler.pool.tier is engines.store:
+            engines.store.keep(e.scheduler.pool)
+
+
+OPEN = weakref.WeakValueDictionary[int, "EngineKinds"]()  # engines that have a store
+
+
+@atexit.register
+def keep_all() -> None:
+    "Call `keep_blocks` for all engines that are still there, when Python ends."
+    for engines in list(OPEN.values()):
+        llm = engines.llm
+        if llm.process == os.getpid():
+            with llm._hold(timeout=5) as mine:
+                if mine:
+                    keep_blocks(engines)
+
+
+def note_costs(store: PrefixStore | None, shares: tuple[int, int, int], seconds: float) -> None:
+    "Tell `store`, if there is one, how long a step with these `Scheduler.shares` took."
+    if store is not None:
+        store.costs.note_step(shares[0] + shares[2], seconds)
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c03
 class EngineSet(EngineKinds):
@@ -489,11 +554,12 @@ class EngineSet(EngineKinds):
         llm, model = self.llm, self.llm.model
         self.state, self.opened = {}, None  # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
-        backend = probe(llm)
+        facts = store_facts(llm)
+        backend = self.backend = probe(llm)
         if llm.adapters is not None:
             llm.adapters.bind(backend, llm.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
-        self.backend = backend
+        self.store = find_store(llm, facts)
         self.opened, self.state = model, model_state(model)  # an own one has given weights up
 
 # %% ../../nbs/2_core/loop.ipynb #ee504b21

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'outputs_html',
            'StreamEvent', 'token_times', 'result_of', 'RequestGroup', 'Score', 'MemoryPlan', 'memory_lines',
-           'plan_lines', 'Stats']
+           'plan_lines', 'StoreCounts', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
 import math, time
@@ -557,9 +557,30 @@ def plan_lines(p: MemoryPlan, most: int) -> list[str]:
     lines += [f"request {i} is refused: {why}" for i, why in refused]
     return [*lines, *[f"and {more:,} more are refused"] * (more > 0)]
 
+# %% ../../nbs/2_core/outputs.ipynb #cdfcaf1a
+@dataclass(repr=False, kw_only=True)
+class StoreCounts:
+    """What went to a prefix store and came from it: blocks, and bytes of keys and values.
+
+    `lost_blocks`: those that were not stored, as the disk was full or slow."""
+
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    lost_blocks: int = 0
+
+    def _store(self) -> dict[str, str]:
+        "A line on the prefix store, if anything went there or came from it."
+        if not self.stored_blocks + self.loaded_blocks + self.lost_blocks:
+            return {}
+        stored, loaded = megabytes(self.stored_bytes), megabytes(self.loaded_bytes)
+        said = f"{self.stored_blocks:,} blocks stored, {stored}; {self.loaded_blocks:,} loaded, {loaded}"
+        return dict(store=said + (f"; {self.lost_blocks:,} lost" if self.lost_blocks else ""))
+
 # %% ../../nbs/2_core/outputs.ipynb #f05bcb17
 @dataclass(repr=False)
-class Stats:
+class Stats(StoreCounts):
     """What an `LLM` has done since it was made. Tokens are counted for finished requests,
     positions for all steps.
 
@@ -567,7 +588,7 @@ class Stats:
     `recomputed`, `padded`, `masked`: see `Ledger`. `running`, `waiting`, `slots`,
     `slots_in_use`, and of blocks those that memory was taken for, those in use and those whose
     content can be found, `kv_bytes`: now. Times in seconds, means over requests;
-    `tokens_per_second`: output tokens over the time spent in steps."""
+    `tokens_per_second`: output tokens over the time spent in steps. For a store see `StoreCounts`."""
 
     requests: dict[str, int]
     prompt_tokens: int
@@ -611,6 +632,7 @@ class Stats:
             memory=f"{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of "
             f"{self.blocks:,} blocks in use, "
             f"{self.blocks_cached:,} can be found again",
+            **self._store(),
             speed=f"{said(self.tokens_per_second, ',.1f')} tokens/s; "
             f"{said(self.time_to_first_token, '.3f')} s to the first token, "
             f"{said(self.time_per_token, '.4f')} s for each after it",

@@ -517,6 +517,7 @@ class Metrics:
         s, limits = self.llm.stats(), self.llm.llm.limits
         total = (limits.kv_tokens or 0) // (self.llm.llm.backend.block_size or 1) or s.blocks
         usage = s.blocks_in_use / total if total else 0
+        loaded = s.loaded_blocks * (self.llm.llm.backend.block_size or 0)
         for kind, name, text, x in (
             (GaugeMetricFamily, "num_requests_running", "Requests that have a slot.", s.running),
             (GaugeMetricFamily, "num_requests_waiting", "Requests that wait for one.", s.waiting),
@@ -524,6 +525,7 @@ class Metrics:
             (CounterMetricFamily, "prompt_tokens", "Of requests that ended.", s.prompt_tokens),
             (CounterMetricFamily, "generation_tokens", "Of their answers.", s.output_tokens),
             (CounterMetricFamily, "prefix_cache_hits", "Cached tokens.", s.cached_tokens),
+            (CounterMetricFamily, "external_prefix_cache_hits", "Of a store.", loaded),
             (CounterMetricFamily, "num_preemptions", "Slots given up.", s.preemptions),
         ):
             family = kind(f"vllm:{name}", text, labels=["model_name"])

@@ -5,7 +5,7 @@
 # %% ../../nbs/5_tasks/lora.ipynb #32aa0005
 from __future__ import annotations
 
-import hashlib, itertools, json, math, re, threading
+import hashlib, itertools, json, math, re, secrets, threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from ..core.scheduler import root_of
 from ..errors import AdapterError, Option, ParamError, UnsupportedModelError
 from ..llm.shown import megabytes
 
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestGroup
 
 # %% auto #0
-__all__ = ['AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
-           'signature_of', 'AdapterBounds', 'AdapterMemory', 'AdapterNames', 'AdapterFiles', 'Adapters', 'read_modules',
-           'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters', 'adapter_named', 'adapter_names',
-           'check_folders', 'check_modules', 'LoRACalls']
+__all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter',
+           'Adapter', 'content_of', 'signature_of', 'changed', 'AdapterBounds', 'AdapterMemory', 'AdapterNames',
+           'AdapterFiles', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
+           'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -322,7 +323,8 @@ class Adapter:
     `Batch.adapters` call it; no other has had it.
 
     `signature`: size and time of its files then; `nbytes`: of its weights in the model's dtype;
-    `rank`: the largest; `weights`: None, or ready for the backend."""
+    `rank`: the largest; `weights`: None, or ready for the backend; `content`: of its files then, where
+    that is asked for."""
 
     number: int
     request: LoRARequest
@@ -330,10 +332,22 @@ class Adapter:
     nbytes: int
     rank: int
     weights: Any = None
+    content: bytes = b""
 
     @property
     def folder(self) -> Path:
         return Path(self.request.lora_path)
+
+# %% ../../nbs/5_tasks/lora.ipynb #c4c74b4d
+ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+
+def content_of(folder: Path) -> bytes:
+    "32 bytes that tell the files of an adapter from all others."
+    files = (folder / name for name in ADAPTER_FILES)
+    parts = (f.read_bytes() if f.is_file() else b"" for f in files)
+    each = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(each).digest()
 
 # %% ../../nbs/5_tasks/lora.ipynb #76e3c976
 def signature_of(folder: Path) -> tuple:
@@ -346,9 +360,13 @@ def signature_of(folder: Path) -> tuple:
             return None
         return s.st_size, s.st_mtime_ns, s.st_ino
 
-    return tuple(
-        about(name)
-        for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+    return tuple(about(name) for name in ADAPTER_FILES)
+
+
+def changed(a: Adapter) -> bool:
+    "Whether the files of `a` are others than when it was asked for."
+    return signature_of(a.folder) != a.signature or (
+        a.content != b"" and content_of(a.folder) != a.content
     )
 
 # %% ../../nbs/5_tasks/lora.ipynb #lor00050
@@ -389,6 +407,8 @@ class AdapterBounds:
         self.alive: WeakValueDictionary[int, Adapter] = WeakValueDictionary()
         self.loaded = OrderedDict[int, Adapter]()  # by number, the least recently used first
         self.modules = modules or {}
+        self.by_content = False  # whether KV outlives the process, in which numbers are the same
+        self.contents, self.here = dict[int, bytes](), secrets.token_bytes(16)
 
     @property
     def limit_bytes(self) -> int:
@@ -458,7 +478,7 @@ class AdapterMemory(AdapterBounds):
         if a.weights is not None:
             return a
         try:
-            if signature_of(a.folder) != a.signature:
+            if changed(a):
                 raise AdapterError(
                     "its files are others than when it was asked for: ask for it again"
                 )
@@ -546,7 +566,10 @@ class AdapterFiles(AdapterNames):
             )
         ranks = {name: len(part.down) for name, part in parts.items()}
         number, nbytes = next(self.numbers), self._bytes(ranks)
-        return Adapter(number, request, signature, nbytes, max(ranks.values()))
+        content = content_of(Path(request.lora_path)) if self.by_content else b""
+        if content:
+            self.contents[number] = content
+        return Adapter(number, request, signature, nbytes, max(ranks.values()), content=content)
 
 # %% ../../nbs/5_tasks/lora.ipynb #862a7398
 class Adapters(AdapterFiles):
@@ -564,6 +587,14 @@ class Adapters(AdapterFiles):
             return True
         theirs = {x.adapter for x in running if x.adapter}
         return r.adapter in theirs or len(theirs) < self.max_loras
+
+    def root_of(self, r: Request) -> bytes:
+        """What the KV of `r` depends on besides its tokens: the `Scheduler`'s rule. By the adapter's
+        content where KV outlives this process, else by its number, here."""
+        if not r.adapter:
+            return root_of(r)
+        content = self.contents.get(r.adapter)
+        return root_of(r) + self.here if content is None else b"adapter " + content
 
     def admit(self, asked: object) -> Adapter:
         """The adapter that is `asked` for, once it was looked at: its weights are read when the
