@@ -328,6 +328,7 @@ def make_engine(llm: LoadedModel, kind: str) -> Engine:
             chunked=llm.causal,
             block_size=size,
             may_enter=llm.adapters and llm.adapters.may_enter,
+            proposer=llm.proposer,
             **how,
         )
         runner = PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size))
@@ -413,6 +414,8 @@ class EngineKinds(dict[str, Engine]):
         finally:
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
+            if self.llm.proposer is not None:
+                self.llm.proposer.timed(took)
 
 # %% ../../nbs/2_core/loop.ipynb #fed549fd
 def probe(llm: LoadedModel) -> Backend:
