@@ -154,3 +154,229 @@ def test_as_the_oracle_and_generate(arch):
     llm.proposer = Drawn(known, 2)
     assert ids(checked(llm).generate(prompts, greedy(20), use_tqdm=False)) == want
     assert drafted(llm)[0] > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_it_looks_up_is_the_same_too(way):
+    "Answers that repeat themselves, twice over, so that the pool has them; by the policy's own count."
+    model = tiny_model("llama", seed=5)
+    rng = random.Random(way)
+    prompts = drawn_prompts(rng, 8)
+    params = [
+        SamplingParams(max_tokens=40, temperature=(i % 3) * 0.3, seed=i, ignore_eos=True)
+        for i in range(8)
+    ]
+    plain = LLM(model, tiny_tokenizer(), **WAYS[way])
+    want = [seen(o) for o in plain.generate(prompts, params, use_tqdm=False)]
+    llm = checked(LLM(model, tiny_tokenizer(), speculation="lookup", **WAYS[way]))
+    for always in (True, True, False):
+        llm.proposer.always = always
+        got = llm.generate(prompts, params, use_tqdm=False)
+        assert [seen(o) for o in got] == want
+    stats = llm.stats()
+    assert 0 < stats.accepted_tokens <= stats.drafted_tokens, stats
+    assert not llm.proposer.histories, "requests that ended are still known"
+    assert stats.recomputed == 0
+
+
+def test_rejected_drafts_leave_blocks_as_they_were():
+    "What others find of a request is what it wrote, and a draft's block goes back."
+    model = tiny_model("llama", seed=5)
+    plain = LLM(model, enable_prefix_caching=False)
+    llm = checked(LLM(model, speculation="lookup"))
+    prompt = [*range(5, 60)]
+    [want] = ids(plain.generate([prompt], greedy(30), use_tqdm=False))
+    llm.proposer = Drawn({(tuple(prompt), 0): want}, 3, right=0.4)
+    assert ids(llm.generate([prompt], greedy(30), use_tqdm=False)) == [want]
+    longer = [prompt + want[:-1], prompt + want[:20] + [7, 8, 9]]
+    found = llm.generate(longer, greedy(9), use_tqdm=False)
+    assert ids(found) == ids(plain.generate(longer, greedy(9), use_tqdm=False))
+    assert [o.num_cached_tokens for o in found] == [len(longer[0]) - 1, len(prompt) + 20]
+
+
+def test_little_memory_preempts_as_without():
+    model = tiny_model("llama", seed=5)
+    rng = random.Random(8)
+    prompts = drawn_prompts(rng, 8)
+    plain = LLM(model, enable_prefix_caching=False)
+    want = ids(plain.generate(prompts, greedy(120), use_tqdm=False))
+    llm = checked(LLM(model, speculation="lookup", kv_cache_bytes=2**18))
+    llm.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 4)
+    assert ids(llm.generate(prompts, greedy(120), use_tqdm=False)) == want
+    stats = llm.stats()
+    assert stats.preemptions and stats.drafted_tokens, stats
+
+
+def test_cancelled_and_streamed():
+    "What a stream gives are the tokens, several at once; who is cancelled takes nobody along."
+    model = tiny_model("llama", seed=5)
+    rng = random.Random(9)
+    prompts = drawn_prompts(rng, 4)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
+    plain = LLM(model, tiny_tokenizer())
+    outs = plain.generate(prompts, params, use_tqdm=False)
+    llm = checked(LLM(model, tiny_tokenizer(), speculation="lookup"))
+    llm.proposer = Drawn(answers_of(outs), 5, right=0.9)
+    got, sizes = [[] for _ in prompts], set()
+    names = [
+        llm.add_request(p, params, stream_callback=lambda e, i=i: got[i].extend(e.token_ids))
+        for i, p in enumerate(prompts)
+    ]
+    for _ in range(3):
+        llm.step()
+        sizes.add(tuple(map(len, got)))
+    llm.cancel(names[1])
+    while llm.step():
+        pass
+    want = ids(outs)
+    assert got[0] == want[0] and got[2:] == want[2:]
+    assert got[1] == want[1][: len(got[1])] and len(got[1]) < 40
+    assert max(max(s) for s in sizes) > 3, "no step gave several tokens"
+
+
+def test_a_step_that_breaks_off_keeps_seeds():
+    "After an error in the middle of a step the seeded tokens are those that they would have been."
+    model = tiny_model("llama", seed=5)
+    prompts = drawn_prompts(random.Random(10), 3)
+    params = SamplingParams(temperature=1.1, seed=3, max_tokens=30, ignore_eos=True)
+    outs = LLM(model, tiny_tokenizer()).generate(prompts, params, use_tqdm=False)
+    llm = LLM(model, tiny_tokenizer(), speculation="lookup")
+    llm.proposer = Drawn(answers_of(outs), 6)
+    count = itertools.count()
+
+    def watch(engine, event, x):
+        if event == "sample" and next(count) == 4:
+            raise MemoryError("not enough memory")
+
+    llm.watchers.append(watch)
+    assert ids(llm.generate(prompts, params, use_tqdm=False)) == ids(outs)
+    assert next(count) > 4
+
+
+def test_forms_need_fewer_steps():
+    "What a grammar leaves no choice about comes several tokens a step."
+    model = tiny_model("llama", seed=5)
+    fields = dict(
+        type="object",
+        properties={
+            name: dict(enum=["small", "large"]) for name in ("first field", "second field")
+        },
+        required=["first field", "second field"],
+    )
+    how = dict(json=fields, disable_any_whitespace=True)
+    params = [
+        SamplingParams(temperature=t, seed=1, max_tokens=90, structured_outputs=how) for t in (0, 1)
+    ]
+    prompts = [[5, 6, 7], [8, 9]]
+    plain, llm = (LLM(model, tiny_tokenizer(), speculation=s) for s in (None, "lookup"))
+    want = [seen(o) for o in plain.generate(prompts, params, use_tqdm=False)]
+    llm.proposer.always = True
+    assert [seen(o) for o in llm.generate(prompts, params, use_tqdm=False)] == want
+    assert llm.stats().steps < 0.7 * plain.stats().steps, (llm.stats(), plain.stats())
+
+
+def test_drafts_are_held_to_the_budget():
+    "Prompts go first, and nobody waits for a draft's sake."
+
+    class Many:
+        def begin(self, plan):
+            pass
+
+        def draft_ids(self, request, most):
+            return [1] * most
+
+        def note(self, request, drafted, accepted):
+            pass
+
+    s = Scheduler(4, 16, proposer=Many())
+    for i in range(4):
+        s.add(Request(str(i), [3] * (5 + i), max_tokens=40))
+    while s.has_unfinished:
+        plan = s.schedule()
+        check_invariants(s, plan)
+        s.update(plan)
+        if not any(row.n_tokens - len(row.draft_ids) > 1 for row in plan.rows):
+            break
+    assert plan.num_tokens == 16 and sum(len(row.draft_ids) for row in plan.rows) == 12
+
+
+def test_tables_find_the_latest():
+    table = NgramTable(2)
+    table.extend([1, 2, 3, 1, 2, 4, 1])
+    assert table.after([1, 2], 9) == [4, 1] and table.after([9, 1, 2], 1) == [4]
+    assert table.after([4, 1], 3) == [] and table.after([2], 3) == []
+    table.extend([2])
+    assert table.after(table.ids, 3) == [4, 1, 2]
+    pool = TextPool(2, size=6)
+    pool.add([5, 6, 7, 8])
+    assert pool.after([5, 6], 9) == [7, 8] and pool.after([7, 8], 9) == []
+    pool.add([5, 6, 9, 9])
+    assert pool.after([5, 6], 9) == [9, 9]
+    for i in range(100):
+        pool.add([i, i + 1, i + 2, i + 3])
+    assert len(pool.new.ids) + len(pool.old.ids) <= 4 * 6
+    assert pool.after([99, 100], 1) == [101] and pool.after([5, 6], 1) == []
+
+
+def test_few_drafts_where_they_cost_much():
+    assert [num_worth(0.9, c, 16) for c in (0.0, 0.1, 0.5, 0.95, 2)] == [16, 16, 6, 0, 0]
+    assert num_worth(0.3, 0.1) == 1 and num_worth(0.3, 0.05) == 2
+    times = StepTimes()
+    assert times.cost(1, 1) < times.cost(64, 64)
+    rng = random.Random(0)
+    for _ in range(3000):
+        n = rng.choice((1, 2, 8, 20))
+        times.note(n, (5 + 2 * n) * rng.uniform(0.9, 1.1))
+    assert times.cost(1, 1) == pytest.approx(2 / 7, rel=0.2)
+    assert times.cost(8, 8) == pytest.approx(16 / 21, rel=0.2)
+    rate = Rate()
+    assert rate.chance(0.4) == 0.4
+    for _ in range(20):
+        rate.note(4, 4)
+    assert rate.chance(0.4) > 0.9
+    for _ in range(9):
+        rate.note(4, 0)
+    assert rate.chance(0.4) < 0.4
+
+
+def test_full_batches_have_none():
+    "Where a position costs as much as it gives, nothing is drafted, however well it goes."
+    llm = LLM(tiny_model("llama"), speculation="lookup")
+    p = llm.proposer
+    for n in (1, 2, 4, 8, 16, 32):
+        for _ in range(20):
+            p.times.note(n, 8.0 + n)
+    request = Request("0", [1, 2, 3, 4, 1, 2, 3], max_tokens=30)
+    request.task = next(iter([Generation.__new__(Generation)]))
+    request.task.row = type("Row", (), dict(grammar=None))()
+    row = Row(request, 6, 1)
+    p.begin(StepPlan([row]))
+    assert p.draft_ids(request, 9) == [4, 1, 2]
+    p.begin(StepPlan([row] * 60))
+    assert p.draft_ids(request, 9) == []
+    p.begin(StepPlan([row] * 64))
+    p.always = True
+    assert p.draft_ids(request, 9) == []
+
+
+def test_off_where_tokens_might_change(caplog, monkeypatch):
+    "One line says so. Nothing is drafted by models that write nothing, or not packed."
+    model = tiny_model("llama").bfloat16()
+    with caplog.at_level(logging.WARNING, logger="batchlab"):
+        llm = LLM(model, compile=False, speculation="lookup")
+    said = [r.getMessage() for r in caplog.records if "speculation" in r.getMessage()]
+    assert llm.proposer is None and len(said) == 1 and "torch backend" in said[0]
+    llm.generate([[1, 2, 1, 2, 1, 2]], greedy(9), use_tqdm=False)
+    assert llm.stats().drafted_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(speculation="eagle"), "speculation must be None or 'lookup', got 'eagle'"),
+        (dict(speculation="lookup", strategy="static"), "needs strategy='continuous'"),
+    ],
+)
+def test_errors(given, said):
+    with pytest.raises(ParamError, match=said):
+        LLM(tiny_model("llama"), **given)

@@ -43,6 +43,8 @@ class Answer(Task):
     num_sent: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def finish(self) -> None:
         self.delta += self.text.finish()
@@ -63,7 +65,8 @@ class Generation(Answer):
     a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
     string or id that ended it. `delta`: text that is settled and not yet sent, `num_sent`: how
     many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
-    `time.perf_counter`."""
+    `time.perf_counter`. `num_drafted`, `num_accepted`: how many tokens were drafted, and how many
+    of them were right."""
 
     def first_output(self, request: Request) -> int:
         known = self.prompt_logprobs
@@ -231,4 +234,9 @@ def sample_rows(rows: Sequence[Row], logits: Tensor) -> list[RowOutput]:
         if row.samples:
             due.append(_Due(row, out, end - 1 - len(row.draft_ids)))
     sample_due(due, logits)
+    for d in due:
+        if d.row.draft_ids:
+            task = d.row.request.task
+            task.num_drafted += len(d.row.draft_ids)
+            task.num_accepted += max(0, len(d.out.token_ids) - 1)
     return found

@@ -79,7 +79,7 @@ class Rate:
     """How likely a draft is right if those before it are, by what became of the latest: of `seen`
     drafts that were looked at `good` were right. `keep`: what counts of either after each look."""
 
-    keep: float = 0.9
+    keep: float = 0.7
     good: float = 0.0
     seen: float = 0.0
 
@@ -165,7 +165,7 @@ class Guesses:
         self.n = n
         self.pool = TextPool(n + 1)
         self.histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
-        self.usual = {kind: Rate(0.995, 2, 4) for kind in ("forced", "own", "pool")}
+        self.usual = {kind: Rate(0.98, 2, 4) for kind in ("forced", "own", "pool")}
 
     def history(self, request: Request) -> History:
         "That of `request`, up to its last token."
