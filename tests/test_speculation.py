@@ -318,17 +318,34 @@ def test_tables_find_the_latest():
     assert pool.after([99, 100], 1) == [101] and pool.after([5, 6], 1) == []
 
 
+def known_times(widths, seconds, rounds=40):
+    "The times of a machine where a step of n positions takes `seconds(n)`."
+    times, rng = StepTimes(), random.Random(0)
+    for _ in range(rounds):
+        for n in widths:
+            times.note(n, seconds(n) * rng.uniform(0.95, 1.05))
+    return times
+
+
 def test_few_drafts_where_they_cost_much():
-    assert [num_worth(0.9, c, 16) for c in (0.0, 0.1, 0.5, 0.95, 2)] == [16, 16, 6, 0, 0]
-    assert num_worth(0.3, 0.1) == 1 and num_worth(0.3, 0.05) == 2
-    times = StepTimes()
-    assert times.cost(1, 1) < times.cost(64, 64)
-    rng = random.Random(0)
-    for _ in range(3000):
-        n = rng.choice((1, 2, 8, 20))
-        times.note(n, (5 + 2 * n) * rng.uniform(0.9, 1.1))
-    assert times.cost(1, 1) == pytest.approx(2 / 7, rel=0.2)
-    assert times.cost(8, 8) == pytest.approx(16 / 21, rel=0.2)
+    times = known_times((1, 2, 4, 8, 16, 32, 64), lambda n: 10 + n)
+    assert all(times.seconds(n) == pytest.approx(10 + n, rel=0.15) for n in range(1, 65))
+    counts = [num_worth(p, 1, 1, times)[0] for p in (0.01, 0.3, 0.6, 0.9)]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 16, counts
+    each = [num_worth(0.8, n, n, times)[0] for n in (1, 2, 8, 32, 64)]
+    assert each == sorted(each, reverse=True) and each[-1] == 0, each
+    # where a step of 2 to 4 is slower than one of 8, drafts are many or none
+    odd = known_times((1, 2, 4, 8, 16), lambda n: {1: 36, 2: 43, 4: 52, 8: 40, 16: 42}[n])
+    assert num_worth(0.3, 1, 1, odd)[0] >= 5 and num_worth(0.3, 1, 1, odd, 3)[0] <= 1
+    late = known_times((1, 16), lambda n: 10)
+    late.note(16, 1000)
+    assert late.seconds(16) < 12, "one late step counts little"
+    for _ in range(2000):
+        late.note(1, 20)
+    assert late.seconds(16) > 20, "what is known of other widths fades"
+
+
+def test_rates_follow_the_latest():
     rate = Rate()
     assert rate.chance(0.4) == 0.4
     for _ in range(20):
@@ -345,13 +362,14 @@ def test_full_batches_have_none():
     p = llm.proposer
     for n in (1, 2, 4, 8, 16, 32):
         for _ in range(20):
-            p.times.note(n, 8.0 + n)
+            p.times.note(n, 2.0 + n)
     request = Request("0", [1, 2, 3, 4, 1, 2, 3], max_tokens=30)
     request.task = next(iter([Generation.__new__(Generation)]))
     request.task.row = type("Row", (), dict(grammar=None))()
     row = Row(request, 6, 1)
+    p.usual["own"] = Rate(good=9, seen=9)
     p.begin(StepPlan([row]))
-    assert p.draft_ids(request, 9) == [4, 1, 2]
+    assert p.draft_ids(request, 9) == [4, 1, 2, 3]
     p.begin(StepPlan([row] * 60))
     assert p.draft_ids(request, 9) == []
     p.begin(StepPlan([row] * 64))

@@ -98,51 +98,61 @@ class Rate:
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0007
 class StepTimes:
-    """The time of a step by its number of positions, as a straight line through the latest steps:
-    `base + slope * positions`, in seconds.
+    """The seconds of a step by its number of positions, between the means of steps of about
+    1, 2, 4, 8, … positions: `points`, of `(positions, seconds)`.
 
-    `rise`: the slope in parts of the base, until steps of several widths were seen."""
+    `rise`: by which part each position beyond the widest step known makes a step longer."""
 
-    def __init__(self, rise: float = 1 / 16, keep: float = 0.99) -> None:
-        self.rise, self.keep = rise, keep
-        self.sums = [0.0] * 5  # of weights, positions, their squares, seconds, and of products
-        self.base = self.slope = 0.0
+    def __init__(self, rise: float = 1 / 32) -> None:
+        self.rise = rise
+        self.points: dict[int, tuple[float, float]] = {}
 
     def note(self, positions: int, seconds: float) -> None:
-        "A step of so many `positions` took `seconds`."
-        if not self.base:  # two steps that would have been on a line with this one
-            base = seconds / (1 + self.rise * positions)
-            for x in (1, 17):
-                self._add(x, base * (1 + self.rise * x), 2)
-        most = 3 * (self.base + self.slope * positions)
-        self._add(positions, min(seconds, most) if most else seconds, 1)
-        n, x, xx, t, xt = self.sums
-        spread = xx - x * x / n
-        self.slope = max(0.0, (xt - x * t / n) / spread) if spread > 1e-3 * n else self.slope
-        self.base = max((t - self.slope * x) / n, 1e-9)
+        "A step of so many `positions` took `seconds`. What is known of other widths fades."
+        kind = (positions - 1).bit_length()
+        x, t = self.points.get(kind, (positions, seconds))
+        t += 0.1 * (min(seconds, 1.5 * t) - t)  # one that is late for another reason counts little
+        self.points[kind] = x + 0.1 * (positions - x), t
+        for other, (y, u) in self.points.items():
+            if other != kind:
+                usual = t * (1 + self.rise * y) / (1 + self.rise * x)
+                self.points[other] = y, u + 0.002 * (usual - u)
 
-    def _add(self, x: float, t: float, weight: float) -> None:
-        new = weight, weight * x, weight * x * x, weight * t, weight * x * t
-        self.sums = [old * self.keep + more for old, more in zip(self.sums, new)]
-
-    def cost(self, rows: int, positions: int) -> float:
-        "What one more position costs, in tokens that a step of `rows` gives in the same time."
-        if not self.base:
-            return self.rise * rows
-        return rows * self.slope / (self.base + self.slope * positions)
+    def seconds(self, positions: int) -> float:
+        "The time of a step of so many positions; by `rise` alone as long as nothing is known."
+        if not self.points:
+            return 1 + self.rise * positions
+        known = sorted(self.points.values())
+        y, u = known[0]
+        for x, t in known:
+            if positions <= x:
+                return t if x == y else u + (t - u) * (positions - y) / (x - y)
+            y, u = x, t
+        return u * (1 + self.rise * (positions - y))
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0008
 MOST = 16  # drafts of a request in one step
 WIDEST = 64  # positions of a step; drafts make none wider
 
 
-def num_worth(chance: float, cost: float, most: int = MOST) -> int:
-    """How many drafts are worth their time: each is right with probability `chance` if those
-    before it are, and costs as much as `cost` tokens."""
-    n, right = 0, chance
-    while n < most and right > cost:
-        n, right = n + 1, right * chance
-    return n
+def num_worth(
+    chance: float, tokens: float, positions: int, times: StepTimes, most: int = MOST
+) -> tuple[int, float]:
+    """How many drafts of a request, up to `most`, give a step of so many `positions` the most for
+    its time; and how many tokens they are likely to give.
+
+    A draft is right with probability `chance` if those before it are. A longer step costs what
+    would come in that time: `tokens` in a step as it is, and a tenth more to be sure."""
+    alone = times.seconds(positions)
+    best = gain = likely = 0.0
+    count, right = 0, 1.0
+    for n in range(1, most + 1):
+        right *= chance
+        likely += right
+        cost = 1.1 * tokens * (times.seconds(positions + n) / alone - 1)
+        if likely - cost > best:
+            best, count, gain = likely - cost, n, likely
+    return count, gain
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0009
 @dataclass(eq=False)
@@ -204,10 +214,17 @@ class Lookup(Guesses):
     def __init__(self, n: int = 3, always: bool = False) -> None:
         super().__init__(n)
         self.always, self.times = always, StepTimes()
-        self.rows = self.positions = 0
+        self.tokens, self.positions, self.off = 0.0, 0, False
 
     def begin(self, plan: StepPlan) -> None:
-        self.rows, self.positions = len(plan.rows), plan.num_tokens
+        self.tokens, self.positions = float(len(plan.rows)), plan.num_tokens
+        self.off = not (self.always or self.worth(0.95, MOST)[0])
+
+    def worth(self, chance: float, most: int) -> tuple[int, float]:
+        "See `num_worth`; all of them if `always`."
+        if self.always:
+            return most, 0.0
+        return num_worth(chance, self.tokens, self.positions, self.times, most)
 
     def timed(self, seconds: float) -> None:
         "The step took `seconds`."
@@ -216,21 +233,18 @@ class Lookup(Guesses):
         self.positions = 0
 
     def draft_ids(self, request: Request, most: int) -> list[int]:
-        task, most = request.task, min(most, MOST, WIDEST - self.positions)
-        if not isinstance(task, Generation) or most < 1:
-            return []
-        cost = 0.0 if self.always else self.times.cost(self.rows, self.positions)
-        if cost >= 1:
+        most = min(most, MOST, WIDEST - self.positions)
+        if self.off or most < 1 or not isinstance(request.task, Generation):
             return []
         kind, ids = self.guess(request, most)
         if not ids:
             return []
         known = self.histories[request]
-        chance = known.rate(kind).chance(self.usual[kind].chance(0.5))
-        n = len(ids) if self.always else num_worth(chance, cost, len(ids))
+        rate, known.kind = known.rate(kind), kind
+        n, gain = self.worth(rate.chance(self.usual[kind].chance(0.5)), len(ids))
         if not n:
-            known.rate(kind).fade()
-        known.kind = kind
+            rate.fade()
+        self.tokens += gain
         self.positions += n
         return ids[:n]
 
