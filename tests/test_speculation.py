@@ -8,6 +8,7 @@ from batchlab.api import LLM
 from batchlab.core.generation import Generation
 from batchlab.core.params import SamplingParams
 from batchlab.core.request import Request, Row, StepPlan
+from batchlab.core.sampling import SamplingRow
 from batchlab.core.scheduler import Scheduler
 from batchlab.errors import ParamError
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -364,8 +365,8 @@ def test_full_batches_have_none():
         for _ in range(20):
             p.times.note(n, 2.0 + n)
     request = Request("0", [1, 2, 3, 4, 1, 2, 3], max_tokens=30)
-    request.task = next(iter([Generation.__new__(Generation)]))
-    request.task.row = type("Row", (), dict(grammar=None))()
+    request.task = Generation.__new__(Generation)
+    request.task.row = SamplingRow.make(SamplingParams(), request.prompt_ids)
     row = Row(request, 6, 1)
     p.usual["own"] = Rate(good=9, seen=9)
     p.begin(StepPlan([row]))
@@ -398,3 +399,13 @@ def test_off_where_tokens_might_change(caplog, monkeypatch):
 def test_errors(given, said):
     with pytest.raises(ParamError, match=said):
         LLM(tiny_model("llama"), **given)
+
+
+def test_a_request_may_do_without():
+    llm = LLM(tiny_model("llama", seed=5), speculation="lookup")
+    llm.proposer.always = True
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6]] * 2
+    off, on = llm.generate(prompts, [greedy(20, speculate=False), greedy(20)], use_tqdm=False)
+    assert off.outputs[0].token_ids == on.outputs[0].token_ids
+    assert "num_drafted_tokens" not in off.metrics and on.metrics["num_drafted_tokens"] > 0
+    assert on.metrics["num_accepted_tokens"] == llm.stats().accepted_tokens

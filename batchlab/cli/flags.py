@@ -187,6 +187,7 @@ OFF = dict(  # what flags do that turn something off, where "do not" before the 
     compile="do not use compiled kernels",
     quotes="take quotes in a CSV or TSV as they stand, not as around a cell",
     skip_special_tokens="keep special tokens in the text",
+    speculate="draft no tokens of these answers",
     calibrate="do not run a few requests, and estimate no time",
 )
 PLACES = "prompts", "texts", "served", "file", "what", "name", "shell"  # arguments without a flag
