@@ -12,6 +12,8 @@ from batchlab.core.sampling import SamplingRow
 from batchlab.core.scheduler import Scheduler
 from batchlab.errors import ParamError
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.models.tiny import tiny_adapter
+from batchlab.view.tracefile import Trace
 from batchlab.tasks.speculation import Lookup, NgramTable, Rate, StepTimes, TextPool, num_worth
 from helpers import generated, greedy, ids, oracle
 from invariants import check_invariants
@@ -404,8 +406,29 @@ def test_errors(given, said):
 def test_a_request_may_do_without():
     llm = LLM(tiny_model("llama", seed=5), speculation="lookup")
     llm.proposer.always = True
-    prompts = [[5, 6, 7, 5, 6, 7, 5, 6]] * 2
+    prompts = [[5, 6, 7, 8]] * 2
+    llm.generate(prompts, greedy(20), use_tqdm=False)  # so that the pool has it
+    before = llm.stats().accepted_tokens
     off, on = llm.generate(prompts, [greedy(20, speculate=False), greedy(20)], use_tqdm=False)
     assert off.outputs[0].token_ids == on.outputs[0].token_ids
     assert "num_drafted_tokens" not in off.metrics and on.metrics["num_drafted_tokens"] > 0
-    assert on.metrics["num_accepted_tokens"] == llm.stats().accepted_tokens
+    assert on.metrics["num_accepted_tokens"] == llm.stats().accepted_tokens - before > 0
+
+
+def test_adapters_and_traces(tmp_path):
+    "Rows with adapters are checked as others are; a trace shows their drafts as positions of the step."
+    model = tiny_model("llama", seed=5)
+    folder = tiny_adapter(tmp_path / "a", model)
+    plain = LLM(model, lora_modules=[f"a={folder}"])
+    llm = checked(LLM(model, lora_modules=[f"a={folder}"], speculation="lookup", trace=True))
+    prompts = drawn_prompts(random.Random(3), 4)
+    names = [None, "a", None, "a"]
+    want = ids(plain.generate(prompts, greedy(20), lora_request=names, use_tqdm=False))
+    assert want != ids(plain.generate(prompts, greedy(20), use_tqdm=False))
+    llm.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 7)
+    got = ids(llm.generate(prompts, greedy(20), lora_request=names, use_tqdm=False))
+    assert got == want and drafted(llm)[0] > 0
+    trace = llm.recorder
+    assert vars(trace.ledger) == vars(llm.ledger) and trace.totals["output_tokens"] == 80
+    trace.save(tmp_path / "t.json")
+    assert Trace.load(tmp_path / "t.json").ledger == trace.ledger
