@@ -111,7 +111,8 @@ class StepTimes:
         "A step of so many `positions` took `seconds`. What is known of other widths fades."
         kind = (positions - 1).bit_length()
         x, t = self.points.get(kind, (positions, seconds))
-        t += 0.1 * (min(seconds, 1.5 * t) - t)  # one that is late for another reason counts little
+        late = min(seconds, 1.5 * t) - t  # a step may be late for another reason
+        t += late * (0.1 if late > 0 else 0.3)
         self.points[kind] = x + 0.1 * (positions - x), t
         for other, (y, u) in self.points.items():
             if other != kind:
@@ -175,7 +176,7 @@ class Guesses:
         self.n = n
         self.pool = TextPool(n + 1)
         self.histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
-        self.usual = {kind: Rate(0.98, 2, 4) for kind in ("forced", "own", "pool")}
+        self.usual = {kind: Rate(0.98, n, 8) for kind, n in dict(forced=7, own=4, pool=4).items()}
 
     def history(self, request: Request) -> History:
         "That of `request`, up to its last token."
@@ -218,7 +219,7 @@ class Lookup(Guesses):
 
     def begin(self, plan: StepPlan) -> None:
         self.tokens, self.positions = float(len(plan.rows)), plan.num_tokens
-        self.off = not (self.always or self.worth(0.95, MOST)[0])
+        self.off = self.positions >= WIDEST or not self.worth(0.95, MOST)[0]
 
     def worth(self, chance: float, most: int) -> tuple[int, float]:
         "See `num_worth`; all of them if `always`."
