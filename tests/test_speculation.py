@@ -14,6 +14,7 @@ from batchlab.errors import ParamError
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.models.tiny import tiny_adapter
 from batchlab.view.tracefile import Trace
+from batchlab.tasks.thinking import Marks, ThoughtMask
 from batchlab.tasks.speculation import Lookup, NgramTable, Rate, StepTimes, TextPool, num_worth
 from helpers import generated, greedy, ids, oracle
 from invariants import check_invariants
@@ -432,3 +433,21 @@ def test_adapters_and_traces(tmp_path):
     assert vars(trace.ledger) == vars(llm.ledger) and trace.totals["output_tokens"] == 80
     trace.save(tmp_path / "t.json")
     assert Trace.load(tmp_path / "t.json").ledger == trace.ledger
+
+
+def test_what_a_thought_leaves_to_its_grammar():
+    "Nothing is forced in a thought, and anything may follow; behind it the grammar sees the answer alone."
+
+    class Abc:
+        def forced(self, output_ids):
+            return [output_ids, 7]
+
+        def fitting(self, output_ids, ids):
+            return len(output_ids)
+
+    mask = ThoughtMask(Marks(1, 2), "start", None, Abc(), [0])
+    assert mask.forced([1, 5]) == [] and mask.fitting([1, 5], [8, 9]) == 2
+    assert mask.forced([1, 5, 2, 6]) == [[6], 7] and mask.fitting([1, 5, 2, 6], [8, 9]) == 1
+    assert mask.forced([6, 4]) == [[6, 4], 7]
+    free = ThoughtMask(Marks(1, 2), "start", 9, None, [0])
+    assert free.forced([3]) == [] and free.fitting([3], [8, 9]) == 2

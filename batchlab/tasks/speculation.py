@@ -73,7 +73,7 @@ class TextPool:
         found = self.new.after(last, most) or self.old.after(last, most)
         return found[: found.index(END)] if END in found else found
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0022
+# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0023
 @dataclass
 class Rate:
     """How likely a draft is right if those before it are, by what became of the latest: of `seen`
@@ -96,7 +96,7 @@ class Rate:
         "The probability, which is `usual` as long as nothing was seen."
         return (self.good + 2 * usual) / (self.seen + 2)
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0025
+# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0026
 class StepTimes:
     """The seconds of a step by its number of positions, between the means of steps of about
     1, 2, 4, 8, … positions: `points`, of `(positions, seconds)`.
@@ -131,7 +131,7 @@ class StepTimes:
             y, u = x, t
         return u * (1 + self.rise * (positions - y))
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0027
+# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0028
 MOST = 16  # drafts of a request in one step
 WIDEST = 64  # positions of a step; drafts make none wider
 
@@ -155,7 +155,7 @@ def num_worth(
             best, count, gain = likely - cost, n, likely
     return count, gain
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0033
+# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0034
 @dataclass(eq=False)
 class History:
     "What is known of one request: its text, and how often drafts of it were right."
@@ -205,7 +205,7 @@ class Guesses:
         self.pool.add(request.prompt_ids[-self.pool.n :] + request.output_ids)
         self.histories.pop(request, None)
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0035
+# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0036
 class Lookup(Guesses):
     """Drafts tokens by looking up what was written before, where that is worth its time. See
     `batchlab.core.request.Proposer`.
@@ -259,7 +259,7 @@ class Lookup(Guesses):
         if request.finish_reason and isinstance(request.task, Generation):
             self.end(request)
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0037
+# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0038
 def exact_tokens(llm: LoadedModel) -> bool:
     "Whether the tokens of `llm` do not depend on how many positions a step has."
     cpu_fp32 = llm.model.dtype.itemsize >= 4 and llm.device.type == "cpu"
