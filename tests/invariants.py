@@ -105,8 +105,12 @@ def check_rows(s, plan):
         row.n_tokens > 1 for row in plan.rows
     ), "single tokens come first"
     for r, row in rows.items():
-        assert row.start == r.num_computed_tokens and 1 <= row.n_tokens <= r.num_pending, (
+        known, drafts = row.n_tokens - len(row.draft_ids), len(row.draft_ids)
+        assert row.start == r.num_computed_tokens and 1 <= known <= r.num_pending, (
             "not the positions it needs"
+        )
+        assert not drafts or (known == r.num_pending and r.num_tokens + drafts < r.max_len), (
+            "drafts where none can be checked, or beyond the end"
         )
     late = sum(row.n_tokens for r, row in rows.items() if r.preemptible)
     most = math.inf if s.allowance is None or barrier else s.allowance
@@ -120,9 +124,12 @@ def check_rows(s, plan):
         assert plan.num_tokens <= s.max_num_batched_tokens, "over budget"
         wait = sum(r.num_pending for r in s.running if r.preemptible)
         wanted = sum(r.num_pending for r in s.running if not r.preemptible) + min(wait, most)
-        assert plan.preempted or plan.num_tokens == min(wanted, s.max_num_batched_tokens), (
+        drafts = sum(len(row.draft_ids) for row in plan.rows)
+        known = plan.num_tokens - drafts
+        assert plan.preempted or known == min(wanted, s.max_num_batched_tokens), (
             "some of the budget is unused"
         )
+        assert not (plan.preempted and drafts), "drafts where memory is short"
     elif not barrier:
         assert plan.num_tokens <= s.max_num_batched_tokens or len(rows) == 1, (
             "over budget in company"

@@ -26,6 +26,7 @@ from batchlab.llm.config import (
     check_count,
     check_counts,
     check_quantization,
+    check_speculation,
     check_strategy,
     choose_limits,
     model_and_tokenizer,
@@ -44,6 +45,7 @@ from ..models.fetch import short_name
 from ..tasks.admit import admit
 from ..tasks.lora import AdapterModules, Adapters, check_folders, check_modules, open_for
 from ..tasks.pooling import Pooler
+from ..tasks.speculation import Lookup, make_proposer
 from .plan import in_order, make_stats
 
 if TYPE_CHECKING:
@@ -86,6 +88,7 @@ class ModelState(ModelEngines):
     enable_prefix_caching: bool
     compile: bool | str
     quantization: str | None
+    speculation: str | None
     logprobs_mode: str
     own: bool  # it loaded the model itself, and may give up its weights
     source: tuple[Any, ...]  # from which it loaded it
@@ -95,6 +98,7 @@ class ModelState(ModelEngines):
     limits: Limits
     watchers: list[Callable]  # of its engines, and of requests: see `Engine`, `Delivery.mark`
     adapters: Adapters | None = None
+    proposer: Lookup | None = None  # what drafts tokens, if that is on
     recorder: Recorder | None = None  # the last there was
     asked_limits: dict[str, int | None]
     store_options: StoreOptions | None = None
@@ -184,6 +188,7 @@ class LoadedModel(ModelState):
         Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
         self.read_model()
         self.engines.open()
+        self.proposer = make_proposer(self)
         trim_memory(cuda=False)  # what loading, trials and packing took and freed
         self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
         limits: dict[str, Any] = dict(self.asked_limits)
@@ -448,6 +453,8 @@ class LLMBase(Lifetime):
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
+        # draft tokens by looking up earlier text, and check several in a step: faster, same tokens
+        speculation: str | None = None,
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
         # how hidden states are pooled, if not as the model's folder says
@@ -466,6 +473,7 @@ class LLMBase(Lifetime):
         self.enable_prefix_caching = enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile = check_compile(compile)
         self.quantization = check_quantization(quantization, strategy)
+        self.speculation = check_speculation(speculation, strategy)
         self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.pooler_config = PoolerConfig.of(pooler_config)
         self.asked_limits = check_counts(

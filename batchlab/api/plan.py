@@ -18,6 +18,7 @@ from ..llm.config import Limits, free_memory, total_memory
 from ..llm.outputs import MemoryPlan, RequestGroup, Stats
 from ..llm.rectangle import round_up
 from ..tasks.lora import plan_adapters
+from ..tasks.speculation import WIDEST
 
 if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
@@ -68,11 +69,12 @@ WIDTHS = "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_inner"
 
 def workspace_bytes(llm: LoadedModel, slots: int) -> int:
     """About what a step computes with: for each of its tokens three times the widest layer, and
-    for each of `slots` a row of logits in fp32."""
+    for each of `slots` a row of logits in fp32, and for each position that may hold a draft."""
     config = llm.model.config.get_text_config()
     known = [n for name in WIDTHS if isinstance(n := getattr(config, name, None), int)]
     widest = max(known or [4 * config.hidden_size], default=0)
-    logits = 4 * slots * llm.vocab_size if llm.can_generate else 0
+    rows = slots if llm.speculation is None else max(slots, WIDEST)
+    logits = 4 * rows * llm.vocab_size if llm.can_generate else 0
     return 3 * llm.limits.max_num_batched_tokens * widest * llm.model.dtype.itemsize + logits
 
 
@@ -203,6 +205,8 @@ def make_stats(llm: LoadedModel) -> Stats:
         mean("time_to_first_token"),
         mean("time_per_token"),
         d["output_tokens"] / llm.engines.seconds if llm.engines.seconds else math.nan,
+        all_time.drafted,
+        all_time.drafted - all_time.rejected,
         **moved,
         lost_blocks=getattr(store, "lost", 0),
     )

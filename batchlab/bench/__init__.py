@@ -22,7 +22,7 @@ from . import peers
 from .shapes import GGUF_TYPES, SHAPES, gguf_of, int8_of, shape_folder
 from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
 from ..jobs.fields import JobInput
-from ..llm.config import QUANTIZATIONS
+from ..llm.config import QUANTIZATIONS, SPECULATIONS
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..view import drawing
@@ -308,6 +308,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     add("dtype", "number format that all compute in (default: bf16)", **dtypes)
     bits = "with --profile, --sweep, --memory or --bandwidth: weights of the model in 8 or 4 bits"
     add("quantization", bits, choices=QUANTIZATIONS)
+    drafts = "with --profile or --sweep: draft tokens and check several in a step"
+    add("speculation", drafts, choices=SPECULATIONS)
     add("device", "where to run: auto, cpu or cuda (default: auto)", default="auto")
     kinds = dict(default=list(WORKLOADS), choices=WORKLOADS)
     add("workloads", "kinds of requests (default: all)", nargs="+", **kinds)
@@ -707,6 +709,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise JobError("--input is for --profile")
     if args.quantization and args.mode in (None, "busy"):
         raise JobError("to compare, give --contenders batchlab:quantization=int8")
+    if args.speculation and args.mode in (None, "busy"):
+        raise JobError("to compare, give --contenders batchlab batchlab:speculation=lookup")
     for name in input_fields(args):
         if not args.input and name != "spell":
             raise JobError(f"{args.spell(Option(name))} is for --input")
@@ -739,7 +743,7 @@ def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
         longest=longest,
         vocab=vocab,
         options=contender(args.contenders[0]).options
-        | ({"quantization": args.quantization} if args.quantization else {}),
+        | {k: v for k in ("quantization", "speculation") if (v := getattr(args, k))},
     )
     what = f"{type(model).__name__} of {model.num_parameters() / 1e6:.0f}M parameters"
     what += f", {dtype}, {model.device.type}"

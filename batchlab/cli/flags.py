@@ -158,6 +158,7 @@ EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too lit
     dtype=("auto", "fp32", "bf16", "fp16"),
     strategy=("continuous", "loop", "static", "bucketed", "prefix"),
     quantization=("int8", "w4a8"),
+    speculation=("lookup",),
     logprobs_mode=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     form=("batch", "plain", "csv", "tsv", "parquet", "txt"),
     kv_cache_bytes=byte_count,
@@ -187,6 +188,7 @@ OFF = dict(  # what flags do that turn something off, where "do not" before the 
     compile="do not use compiled kernels",
     quotes="take quotes in a CSV or TSV as they stand, not as around a cell",
     skip_special_tokens="keep special tokens in the text",
+    speculate="draft no tokens of these answers",
     calibrate="do not run a few requests, and estimate no time",
 )
 PLACES = "prompts", "texts", "served", "file", "what", "name", "shell"  # arguments without a flag

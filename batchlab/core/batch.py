@@ -136,7 +136,7 @@ def make_batch(plan: "StepPlan", block_size: int = 0, **more: Any) -> Batch:
     for row in plan.rows:
         end += row.n_tokens
         at += range(end - row.num_logits, end)
-    rows = [(row.request.tokens(row.start, row.n_tokens), row.start) for row in plan.rows]
+    rows = [(row.token_ids, row.start) for row in plan.rows]
     requests = [row.request for row in plan.rows]
     return pack_rows(
         rows,

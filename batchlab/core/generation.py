@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
 from .request import Request, Row, RowOutput, Task
 from batchlab.core.sampling import (
+    Sampled,
     SamplingRow,
     finish_reason,
+    is_plain,
     prompt_texts,
     sample,
     token_logprobs,
@@ -24,7 +27,7 @@ from batchlab.core.sampling import (
 from .text import Aside, Detokenizer
 
 # %% auto #0
-__all__ = ['Answer', 'Generation', 'make_request', 'append_prompt', 'sample_rows']
+__all__ = ['Answer', 'Generation', 'make_request', 'append_prompt', 'sample_due', 'sample_rows']
 
 # %% ../../nbs/2_core/generation.ipynb #gen00008
 @dataclass(eq=False)
@@ -40,6 +43,8 @@ class Answer(Task):
     num_sent: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def finish(self) -> None:
         self.delta += self.text.finish()
@@ -60,7 +65,8 @@ class Generation(Answer):
     a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
     string or id that ended it. `delta`: text that is settled and not yet sent, `num_sent`: how
     many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
-    `time.perf_counter`."""
+    `time.perf_counter`. `num_drafted`, `num_accepted`: how many tokens were drafted, and how many
+    of them were right."""
 
     def first_output(self, request: Request) -> int:
         known = self.prompt_logprobs
@@ -91,6 +97,7 @@ class Generation(Answer):
         row = self.row
         if row.generator is None or row.params.seed is None:
             return
+        row.ahead.clear()
         row.generator.manual_seed((row.params.seed + request.index) % 2**63)
         for _ in request.output_ids:
             row.uniform()
@@ -154,12 +161,68 @@ def append_prompt(task: Generation, logits: Tensor, start: int) -> None:
     told += new
 
 # %% ../../nbs/2_core/generation.ipynb #gen00016
+@dataclass(eq=False)
+class _Due:
+    "A row that is due tokens: `first` is the line of its logits that gives the next one."
+
+    row: Row
+    out: RowOutput
+    first: int
+
+    @property
+    def sampling(self) -> SamplingRow:
+        "What sampling remembers, as if the tokens found so far were written."
+        task: Any = self.row.request.task
+        known = task.row
+        if not self.out.token_ids:
+            return known
+        return replace(known, output_ids=known.output_ids + self.out.token_ids)
+
+    def take(self, sampled: Sampled, at: int, n: int) -> bool:
+        """Take `n` tokens of `sampled` from place `at` on, up to the first that its draft did not
+        foresee. Whether there are more to come."""
+        drafts = self.row.draft_ids
+        for i in range(at, at + n):
+            token, place = sampled.token_ids[i], len(self.out.token_ids)
+            if token is None:
+                if not place:  # else the next step finds the same
+                    self.out.error = sampled.errors[i]
+                return False
+            self.out.token_ids.append(token)
+            self.out.logprobs.append(sampled.logprobs[i])
+            if drafts[place : place + 1] != [token] or finish_reason(self.sampling, token)[0]:
+                return False
+        return True
+
+# %% ../../nbs/2_core/generation.ipynb #a984263d
+def sample_due(due: Sequence[_Due], logits: Tensor) -> None:
+    """Give each of `due` its tokens: the next one, and one more for each draft that was right.
+
+    A row that nothing it writes steers samples at all its positions at once. Any other samples at
+    one after the other, as it does without drafts."""
+    while due:
+        rows = [d.sampling for d in due]
+        counts = [
+            1 + len(d.row.draft_ids) if d.row.draft_ids and is_plain(row) else 1
+            for d, row in zip(due, rows)
+        ]
+        drawn = [row.foresee(n) if n > 1 else [] for row, n in zip(rows, counts)]
+        starts = [d.first + len(d.out.token_ids) for d in due]
+        lines = [a + j for a, n in zip(starts, counts) for j in range(n)]
+        each = [row for row, n in zip(rows, counts) for _ in range(n)]
+        got = sample(logits if len(lines) == len(logits) else logits[lines], each)
+        ends = list(accumulate(counts))
+        more = [d.take(got, end - n, n) for d, n, end in zip(due, counts, ends)]
+        for d, row, numbers in zip(due, rows, drawn):
+            row.ahead[:0] = numbers[len(d.out.token_ids) :]  # those of wrong drafts, for later
+        due = [d for d, goes_on in zip(due, more) if goes_on]
+
+# %% ../../nbs/2_core/generation.ipynb #c2536461
 def sample_rows(rows: Sequence[Row], logits: Tensor) -> list[RowOutput]:
     """What each of `rows`, whose tasks are `Generation`s, gets from their `logits` `[n, V]`: the
-    next token, if it is due one."""
+    next token, if it is due one, and those after it that its drafts foresaw."""
     found: list[RowOutput] = []
-    due: list[tuple[SamplingRow, RowOutput]] = []
-    lines: list[int] = []  # of the logits that are sampled from
+    due: list[_Due] = []
     end = 0
     for row in rows:
         n, request = row.num_logits, row.request
@@ -169,17 +232,11 @@ def sample_rows(rows: Sequence[Row], logits: Tensor) -> list[RowOutput]:
         if n and task.prompt_logprobs is not None:
             append_prompt(task, logits[end - n : end], row.start + row.n_tokens - n)
         if row.samples:
-            due.append((task.row, out))
-            lines.append(end - 1)
-    if not due:
-        return found
-    every = len(lines) == len(logits)
-    got = sample(logits if every else logits[lines], [r for r, _ in due])
-    for i, (_, out) in enumerate(due):
-        token = got.token_ids[i]
-        if token is None or i in got.errors:
-            out.error = got.errors[i]
-        else:
-            out.token_ids.append(token)
-            out.logprobs.append(got.logprobs[i])
+            due.append(_Due(row, out, end - 1 - len(row.draft_ids)))
+    sample_due(due, logits)
+    for d in due:
+        if d.row.draft_ids:
+            task = d.row.request.task
+            task.num_drafted += len(d.row.draft_ids)
+            task.num_accepted += max(0, len(d.out.token_ids) - 1)
     return found

@@ -16,8 +16,10 @@ class Ledger:
     """Positions that went through the model, by what they were good for.
 
     `useful`: tokens of running requests. `padded`: padding, and rows fed after their end.
-    `recomputed`: tokens computed again. Not among them: `masked`, columns of the cache read in
-    decode only to be masked, added up over rows and steps; `reused`, tokens taken from a cache.
+    `recomputed`: tokens computed again. `rejected`: drafts that were wrong. Not among them:
+    `masked`, columns of the cache read in decode only to be masked, added up over rows and steps;
+    `reused`, tokens taken from a cache; `drafted`, all drafts: the right ones among them are
+    useful.
     """
 
     useful: int = 0
@@ -25,8 +27,11 @@ class Ledger:
     masked: int = 0
     recomputed: int = 0
     reused: int = 0
+    drafted: int = 0
+    rejected: int = 0
 
     @property
     def waste(self) -> float:
         "Share of the positions computed that were of no use, 0 to 1."
-        return 1 - self.useful / max(1, self.useful + self.padded + self.recomputed)
+        wasted = self.padded + self.recomputed + self.rejected
+        return wasted / max(1, self.useful + wasted)

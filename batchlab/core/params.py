@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 # %% auto #0
-__all__ = ['RULES', 'LOGPROBS_MODES', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode', 'StructuredOutputsParams',
-           'GivenParams', 'SamplingParams']
+__all__ = ['RULES', 'LOGPROBS_MODES', 'BOOLS', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode',
+           'StructuredOutputsParams', 'GivenParams', 'SamplingParams']
 
 # %% ../../nbs/2_core/params.ipynb #132d0887
 _ABOVE_0, _FINITE = (
@@ -283,6 +283,9 @@ _NONE_SAYS = {
 }
 
 
+BOOLS = "ignore_eos detokenize skip_special_tokens include_stop_str_in_output speculate".split()
+
+
 def _check_params(p: SamplingParams) -> None:
     "Normalise and check every field of `SamplingParams` `p` in place. Raises `ParamError`."
     if p.seed == -1 and not isinstance(p.seed, bool):
@@ -295,7 +298,7 @@ def _check_params(p: SamplingParams) -> None:
             continue
         setattr(p, name, number_of(name, v))
     _check_logprobs(p)
-    for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+    for name in BOOLS:
         if not isinstance(v := getattr(p, name), bool):
             raise _about(name, f"must be True or False, got {v!r}")
     p.stop, p.stop_until = _strings("stop", p.stop), _strings("stop_until", p.stop_until)
@@ -457,6 +460,7 @@ class SamplingParams(GivenParams):
     # answer (default: a prompt that is too long fails)
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None  # most tokens of a thought, if the model thinks
+    speculate: bool = True  # draft tokens of this answer, if the LLM does that
 
     def __post_init__(self) -> None:
         _check_params(self)

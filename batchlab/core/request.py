@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Task', 'Count', 'RequestFields', 'Request', 'Row', 'RowOutput', 'StepPlan']
+__all__ = ['Task', 'Count', 'RequestFields', 'Request', 'Row', 'RowOutput', 'StepPlan', 'Proposer']
 
 # %% ../../nbs/2_core/10c_request.ipynb #req00007
 import contextlib
@@ -150,11 +150,21 @@ class Request(RequestFields):
 # %% ../../nbs/2_core/10c_request.ipynb #8160fcc8
 @dataclass
 class Row:
-    "A request's share of one step: positions `start` to `start + n_tokens` (excluded)."
+    """A request's share of one step: positions `start` to `start + n_tokens` (excluded).
+
+    `draft_ids`: guesses of its next tokens, at the last of these positions. What the model gives
+    there shows which of them are right."""
 
     request: Request
     start: int
     n_tokens: int
+    draft_ids: list[int] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        "The ids at its positions, guesses included."
+        known = self.n_tokens - len(self.draft_ids)
+        return self.request.tokens(self.start, known) + self.draft_ids
 
     @property
     def samples(self) -> bool:
@@ -171,7 +181,8 @@ class Row:
 # %% ../../nbs/2_core/10c_request.ipynb #e5757b72
 @dataclass
 class RowOutput:
-    """What a row came to: its next tokens (none or one), or an `error` for the user.
+    """What a row came to: its next tokens (none, one or, with drafts, several), or an `error` for
+    the user.
 
     `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for.
     `finish_reason`: why the request ends with them, where its tokens don't say."""
@@ -199,3 +210,21 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(r.n_tokens for r in self.rows)
+
+# %% ../../nbs/2_core/10c_request.ipynb #89782351
+class Proposer(Protocol):
+    """Guesses what requests write next. A step checks the guesses, so a wrong one costs time and
+    changes no token."""
+
+    def begin(self, plan: StepPlan) -> None:
+        "The rows of `plan` are about to get their guesses."
+        ...
+
+    def draft_ids(self, request: Request, most: int) -> list[int]:
+        """Up to `most` guesses of the tokens that follow those of `request`, which decodes; []
+        where they are not worth their time."""
+        ...
+
+    def note(self, request: Request, drafted: int, accepted: int) -> None:
+        "Of so many guesses for `request`, these were right; it may have ended with that."
+        ...

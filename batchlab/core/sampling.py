@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'TokenMask', 'allow_', 'ban_', 'obey_',
-           'bias_', 'repeat_', 'count_', 'processed_logits', 'probabilities', 'best_tokens', 'Logprob',
+__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'is_plain', 'TokenMask', 'allow_', 'ban_',
+           'obey_', 'bias_', 'repeat_', 'count_', 'processed_logits', 'probabilities', 'best_tokens', 'Logprob',
            'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts', 'Sampled', 'sample', 'finish_reason']
 
 # %% ../../nbs/2_core/07_sampling.ipynb #85253a7a
@@ -74,6 +74,7 @@ class SamplingRow:
     bad_words_ids: list[tuple[int, ...]] = field(default_factory=list)  # chapter 72
     output_ids: list[int] = field(default_factory=list)
     grammar: TokenMask | None = None  # says which ids may come next, if params.structured_outputs
+    ahead: list[float] = field(default_factory=list)  # random numbers drawn and not used yet
 
     @classmethod
     def make(
@@ -108,12 +109,20 @@ class SamplingRow:
         )
 
     def uniform(self) -> float:
-        "The one random number of a step, float64 in [0, 1); 0 for a greedy row."
-        return (
-            0.0
-            if self.generator is None
-            else torch.rand((), dtype=torch.float64, generator=self.generator).item()
-        )
+        "The one random number of a token, float64 in [0, 1); 0 for a greedy row."
+        if self.ahead:
+            return self.ahead.pop(0)
+        if self.generator is None:
+            return 0.0
+        return torch.rand((), dtype=torch.float64, generator=self.generator).item()
+
+    def foresee(self, n: int) -> list[float]:
+        "The `n` random numbers that `uniform` gives next; [] for a greedy row."
+        if self.generator is None:
+            return []
+        numbers = [self.uniform() for _ in range(n)]
+        self.ahead[:0] = numbers
+        return numbers
 
 # %% ../../nbs/2_core/07_sampling.ipynb #23ccbb51-1
 def _generator(params: SamplingParams, index: int) -> torch.Generator | None:
@@ -261,6 +270,12 @@ def _steered(row: SamplingRow) -> bool:
         or out
         and (p.presence_penalty or p.frequency_penalty)
     )
+
+
+def is_plain(row: SamplingRow) -> bool:
+    "Whether no token that `row` writes changes what may come next, or how likely it is."
+    p = row.params
+    return not (_steered(row) or p.presence_penalty or p.frequency_penalty)
 
 # %% ../../nbs/2_core/07_sampling.ipynb #481bec0a
 def _places(

@@ -13,12 +13,12 @@ from typing import Any
 from .blocks import BlockPool, Hit, KVBudget
 from .hashes import chunk_hashes
 from .ledger import Ledger
-from .request import Request, Row, RowOutput, StepPlan
+from .request import Proposer, Request, Row, RowOutput, StepPlan
 from ..errors import BatchError
 
 # %% auto #0
 __all__ = ['GROW', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepShares',
-           'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds', 'Scheduler']
+           'StepDrafts', 'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #e2879d39
 GROW = 64  # tokens that every running request is left room for when another is let in
@@ -87,6 +87,12 @@ class SlotTable(RequestMemory):
         "Memory for the first `end` tokens of `r`. Returns whether there was."
         return self.pool.grow(r.block_table, end)
 
+    def trim(self, r: Request) -> None:
+        "Give back the blocks of `r` beyond its tokens, which were taken for drafts."
+        n = self.pool.blocks_for(r.num_tokens)
+        self.pool.release(r.block_table[n:])
+        del r.block_table[n:]
+
     def commit(self, r: Request, start: int, end: int) -> None:
         "The tokens of `r` from `start` to `end` are computed."
         if end > start:
@@ -148,12 +154,16 @@ def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
     return out.finish_reason, None
 
 
-def _count(ledger: Ledger, row: Row) -> None:
-    "Count the positions of `row`: those that its request never had computed before are useful."
-    end = row.start + row.n_tokens
+def _count(ledger: Ledger, row: Row, accepted: int = 0) -> None:
+    """Count the positions of `row`, of whose drafts so many were `accepted`: those that its request
+    never had computed before are useful."""
+    rejected = len(row.draft_ids) - accepted
+    end = row.start + row.n_tokens - rejected
     new = max(0, end - max(row.request.num_seen, row.start))
     ledger.useful += new
-    ledger.recomputed += row.n_tokens - new
+    ledger.recomputed += row.n_tokens - rejected - new
+    ledger.rejected += rejected
+    ledger.drafted += len(row.draft_ids)
     row.request.num_seen = max(row.request.num_seen, end)
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #c236c4b3
@@ -258,8 +268,31 @@ class StepShares(Seats):
             if self.put(r, n):
                 self.budget -= n
 
+# %% ../../nbs/2_core/11_scheduler.ipynb #f2539c53
+class StepDrafts(StepShares):
+    "Guesses of tokens that come next, which a step checks beside its work."
+
+    def draft(self) -> None:
+        """Let the proposer guess the next tokens of decoding requests, as far as budget and memory
+        go: none is preempted for a guess."""
+        proposer = self.scheduler.proposer
+        if proposer is None or self.plan.preempted:
+            return
+        proposer.begin(self.plan)
+        self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
+        for row in self.plan.rows:
+            r = row.request
+            most = min(self.budget, r.max_tokens - len(r.output_ids) - 1)
+            stands_back = r.preemptible and self.scheduler.allowance is not None
+            if row.n_tokens > 1 or not row.samples or most < 1 or stands_back:
+                continue
+            ids = proposer.draft_ids(r, most)
+            if ids and self.slots.grow(r, r.num_tokens + len(ids)):
+                row.draft_ids, row.n_tokens = ids, 1 + len(ids)
+                self.budget -= len(ids)
+
 # %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
-class StepPlanner(StepShares):
+class StepPlanner(StepDrafts):
     """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
     then requests that wait.
 
@@ -276,6 +309,7 @@ class StepPlanner(StepShares):
             self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
             self.prefill(late)
         self.admit()
+        self.draft()
         self.plan.rows.sort(key=lambda row: row.n_tokens > 1)
         return self.plan
 
@@ -332,6 +366,7 @@ class RequestLists:
         budget: KVBudget | None = None,
         may_enter: Callable[[Request, Sequence[Request]], bool] | None = None,
         root_of: Callable[[Request], bytes] = root_of,
+        proposer: Proposer | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise BatchError(f"max_num_seqs={max_num_seqs}: expected at least 1")
@@ -347,6 +382,7 @@ class RequestLists:
         self.chunked = chunked
         self.patience = patience
         self.may_enter = may_enter
+        self.proposer = proposer
         self.pool = BlockPool(block_size, budget or KVBudget(max_kv_tokens), prefix_caching)
         self.slots = SlotTable(max_num_seqs, self.pool, root_of)
         self.waiting: list[Request] = []
@@ -467,6 +503,7 @@ class Scheduler(RequestEnds):
     both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may
     not enter now; others may pass such a request, up to `patience` of them. `root_of(request)`: what
     KV depends on besides tokens, which is the same in all processes that share a second tier.
+    `proposer`: guesses the next tokens of requests, which a step then checks.
 
     `allowance`: how many of a step's positions preemptible requests may have at most (None: as
     many as there are); those that get none stand still, with all that they have. `shares`: of
@@ -484,8 +521,9 @@ class Scheduler(RequestEnds):
         plan = self.planner(self).make()
         plan.loads = list(self.pool.loading)
         self.pool.spare_no_more()
-        others = [row.n_tokens for row in plan.rows if not row.request.preemptible]
-        self.shares = sum(others), len(others), plan.num_tokens - sum(others)
+        known = [(row.n_tokens - len(row.draft_ids), row.request) for row in plan.rows]
+        others = [n for n, r in known if not r.preemptible]
+        self.shares = sum(others), len(others), sum(n for n, _ in known) - sum(others)
         return plan
 
     def update(self, plan: StepPlan, outputs: Sequence[RowOutput] | None = None) -> list[Request]:
@@ -501,14 +539,20 @@ class Scheduler(RequestEnds):
         for row, out in zip(plan.rows, outputs or [RowOutput() for _ in plan.rows]):
             r = row.request
             running = r.slot is not None  # it may have ended or been preempted meanwhile
+            before = len(r.output_ids)
             reason, error = _append(r, out) if running else (None, None)
-            _count(self.ledger, row)
+            accepted = min(len(row.draft_ids), max(0, len(r.output_ids) - before - 1))
+            _count(self.ledger, row, accepted)
             if not running:
                 continue
             end = min(row.start + row.n_tokens, r.num_tokens - 1)  # the last stays to be computed
             self.slots.commit(r, row.start, end)
+            if row.draft_ids:
+                self.slots.trim(r)
             if out.token_ids or reason:
                 moved.append(r)
             if reason:
                 self.finish(r, reason, error, keep=not error)
+            if self.proposer is not None:
+                self.proposer.note(r, len(row.draft_ids), accepted)
         return moved

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model',
-           'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory',
-           'Limits', 'fit_context', 'choose_limits', 'check_strategy', 'check_compile', 'check_quantization',
-           'check_count', 'check_counts', 'weights_digest', 'model_state']
+__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'SPECULATIONS', 'model_and_tokenizer', 'no_collection', 'check_causal',
+           'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory',
+           'total_memory', 'Limits', 'fit_context', 'choose_limits', 'check_strategy', 'check_compile',
+           'check_quantization', 'check_count', 'check_counts', 'check_speculation', 'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -439,6 +439,24 @@ def check_count(name: str, n: object) -> int | None:
 def check_counts(**counts: object) -> dict[str, int | None]:
     "Each of `counts`, by name, as `check_count` gives it."
     return {name: check_count(name, n) for name, n in counts.items()}
+
+# %% ../../nbs/2_core/config.ipynb #af090e66
+SPECULATIONS = ("lookup",)
+
+
+def check_speculation(x: object, strategy: str) -> str | None:
+    "`x` if it names a way to speculate that runs. Raises `ParamError`."
+    if x not in (None, *SPECULATIONS):
+        known = " or ".join(map(repr, SPECULATIONS))
+        raise ParamError(f"speculation must be None or {known}, got {x!r}", field="speculation")
+    if x and strategy != "continuous":
+        raise ParamError(
+            "{asked} needs {needed}, got {strategy!r}",
+            asked=Option("speculation", x),
+            needed=Option("strategy", "continuous"),
+            strategy=strategy,
+        )
+    return x
 
 # %% ../../nbs/2_core/config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:

@@ -332,6 +332,7 @@ def make_engine(llm: LoadedModel, kind: str) -> Engine:
             block_size=size,
             may_enter=llm.adapters and llm.adapters.may_enter,
             root_of=llm.adapters.root_of if llm.adapters else root_of,
+            proposer=llm.proposer,
             **how,
         )
         runner = PackedRunner(llm.backend, max(1, (l.kv_tokens or 0) // size))
@@ -421,6 +422,8 @@ class EngineKinds(dict[str, Engine]):
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
             note_costs(self.store, engine.scheduler.shares, took)
+            if self.llm.proposer is not None:
+                self.llm.proposer.timed(took)
 
 # %% ../../nbs/2_core/loop.ipynb #fed549fd
 def probe(llm: LoadedModel) -> Backend:

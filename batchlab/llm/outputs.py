@@ -7,8 +7,8 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'outputs_html',
-           'StreamEvent', 'token_times', 'result_of', 'RequestGroup', 'Score', 'MemoryPlan', 'memory_lines',
-           'plan_lines', 'StoreCounts', 'Stats']
+           'StreamEvent', 'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryPlan',
+           'memory_lines', 'plan_lines', 'StoreCounts', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
 import math, time
@@ -98,8 +98,8 @@ class RequestOutput:
     `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked
     for, one `{id: Logprob}` a prompt token, None for those up to position
     `prompt_logprob_start`. `metrics`, in seconds since the call: `time_to_first_token`,
-    `latency`; and `time_per_token` after the first, `num_preemptions`. `params`: the
-    `SamplingParams` it ran with. `fault`: what its `error` is about, where it could not be run
+    `latency`; and `time_per_token` after the first, `num_preemptions`; with speculation also
+    `num_drafted_tokens` and `num_accepted_tokens`. `params`: the `SamplingParams` it ran with. `fault`: what its `error` is about, where it could not be run
     as it was asked and so is `refused`, by no fault of the engine's. `lora_request`: the adapter
     it ran with."""
 
@@ -346,6 +346,13 @@ def result_of(g: RequestGroup) -> RequestOutput:
         g.lora_request,
     )
 
+# %% ../../nbs/2_core/outputs.ipynb #0952172c
+def drafts_of(requests: Sequence[Request]) -> dict[str, int]:
+    "How many tokens of `requests` were drafted, and how many of those were right; {} for none."
+    drafted = sum(getattr(r.task, "num_drafted", 0) for r in requests)
+    accepted = sum(getattr(r.task, "num_accepted", 0) for r in requests)
+    return dict(num_drafted_tokens=drafted, num_accepted_tokens=accepted) if drafted else {}
+
 # %% ../../nbs/2_core/outputs.ipynb #54c2eae1
 @dataclass(eq=False)
 class RequestGroup:
@@ -394,6 +401,7 @@ class RequestGroup:
             latency=time.perf_counter() - self.start,
             time_per_token=each,
             num_preemptions=sum(r.num_preemptions for r in self.requests),
+            **drafts_of(self.requests),
         )
 
 # %% ../../nbs/2_core/outputs.ipynb #0c3375ce
@@ -588,7 +596,8 @@ class Stats(StoreCounts):
     `recomputed`, `padded`, `masked`: see `Ledger`. `running`, `waiting`, `slots`,
     `slots_in_use`, and of blocks those that memory was taken for, those in use and those whose
     content can be found, `kv_bytes`: now. Times in seconds, means over requests;
-    `tokens_per_second`: output tokens over the time spent in steps. For a store see `StoreCounts`."""
+    `tokens_per_second`: output tokens over the time spent in steps. `drafted_tokens`: by
+    speculation, of which the `accepted_tokens` were right. For a store see `StoreCounts`."""
 
     requests: dict[str, int]
     prompt_tokens: int
@@ -610,12 +619,18 @@ class Stats(StoreCounts):
     time_to_first_token: float
     time_per_token: float
     tokens_per_second: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __repr__(self) -> str:
         return facts_text(self, self._facts())
 
     def _repr_html_(self) -> str:
         return facts_html(self, self._facts())
+
+    def _drafts(self) -> dict[str, str]:
+        n, right = self.drafted_tokens, self.accepted_tokens
+        return {"drafts": f"{n:,} tokens, of which {right:,} were right"} if n else {}
 
     def _facts(self) -> dict[str, str]:
         said = lambda x, form: "–" if math.isnan(x) else format(x, form)
@@ -628,6 +643,7 @@ class Stats(StoreCounts):
             f"{self.output_tokens:,} out",
             wasted=f"{self.recomputed:,} computed again, {self.padded:,} padded; {self.masked:,} "
             "masked reads",
+            **self._drafts(),
             steps=f"{self.steps:,}, with {self.preemptions:,} preemptions",
             memory=f"{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of "
             f"{self.blocks:,} blocks in use, "

@@ -516,7 +516,7 @@ class Metrics:
         "For prometheus_client: what the engine counts, as it is at this moment."
         s, limits = self.llm.stats(), self.llm.llm.limits
         total = (limits.kv_tokens or 0) // (self.llm.llm.backend.block_size or 1) or s.blocks
-        usage = s.blocks_in_use / total if total else 0
+        usage, spec = s.blocks_in_use / total if total else 0, "spec_decode_num"
         loaded = s.loaded_blocks * (self.llm.llm.backend.block_size or 0)
         for kind, name, text, x in (
             (GaugeMetricFamily, "num_requests_running", "Requests that have a slot.", s.running),
@@ -527,6 +527,8 @@ class Metrics:
             (CounterMetricFamily, "prefix_cache_hits", "Cached tokens.", s.cached_tokens),
             (CounterMetricFamily, "external_prefix_cache_hits", "Of a store.", loaded),
             (CounterMetricFamily, "num_preemptions", "Slots given up.", s.preemptions),
+            (CounterMetricFamily, f"{spec}_draft_tokens", "Drafted.", s.drafted_tokens),
+            (CounterMetricFamily, f"{spec}_accepted_tokens", "Of them right.", s.accepted_tokens),
         ):
             family = kind(f"vllm:{name}", text, labels=["model_name"])
             family.add_metric([self.name], x)

@@ -793,6 +793,14 @@ class Grammar:
         ended = bool(output_ids) and output_ids[-1] in self.eos_ids
         return not ended and len(self.seen) == len(output_ids)
 
+    def forced(self, output_ids: list[int]) -> list[int]:
+        "The ids that the grammar wants behind `output_ids`, as its text is mostly cut into tokens."
+        return self.matcher.compute_ff_tokens() if self.follow(output_ids) else []
+
+    def fitting(self, output_ids: list[int], ids: list[int]) -> int:
+        "How many of `ids` may follow `output_ids`, one behind the other."
+        return self.matcher.validate_tokens(ids) if self.follow(output_ids) else 0
+
     def mask_(self, x: torch.Tensor, output_ids: list[int]) -> torch.Tensor:
         """Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`; all
         where nothing can."""

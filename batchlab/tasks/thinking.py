@@ -133,6 +133,20 @@ class ThoughtMask:
         except ValueError:
             return start, None
 
+    def forced(self, output_ids: list[int]) -> list[int]:
+        "The ids that the grammar wants behind `output_ids`; see `Grammar.forced`."
+        _, end = self.thought_of(output_ids)
+        grammar: Any = self.grammar
+        return [] if end is None or grammar is None else grammar.forced(output_ids[end:])
+
+    def fitting(self, output_ids: list[int], ids: list[int]) -> int:
+        "How many of `ids` the grammar lets follow `output_ids`; in a thought all."
+        _, end = self.thought_of(output_ids)
+        grammar: Any = self.grammar
+        return (
+            len(ids) if end is None or grammar is None else grammar.fitting(output_ids[end:], ids)
+        )
+
     def mask_(self, x: Tensor, output_ids: list[int]) -> Tensor:
         "Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`."
         start, end = self.thought_of(output_ids)

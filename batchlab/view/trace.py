@@ -38,7 +38,8 @@ def row_of(row: Any, number: int) -> Row:
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
     again = max(0, min(r.num_seen, end) - start)
-    samples, prefill = end >= prompt + len(r.output_ids), n > 1 or start < prompt
+    known = n - len(row.draft_ids)
+    samples, prefill = end >= prompt + len(r.output_ids), known > 1 or start < prompt
     return Row(r.slot, number, start, n, again, samples, prefill)
 
 # %% ../../nbs/8_view/trace.ipynb #1df6a908

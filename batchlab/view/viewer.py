@@ -237,7 +237,7 @@ function drawMask(s, ps) {
 
 # %% ../../nbs/8_view/viewer.ipynb #17d21e50
 JS_TRACE = r"""
-const counted = s => ['useful', 'padded', 'masked', 'recomputed', 'reused'].filter(k => s[k] || k === 'useful')
+const counted = s => ['useful', 'padded', 'masked', 'recomputed', 'rejected', 'reused'].filter(k => s[k] || k === 'useful')
   .map(k => `${number(s[k])} ${k}`).join(', ');
 const lineOf = s => `step ${s.step} of ${data.steps.at(-1).step}: ${many(s.tokens, 'token')} for ${many(s.rows.length, 'request')} `
   + `(${counted(s)}), ${s.waiting} waiting`;
