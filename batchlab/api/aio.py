@@ -40,7 +40,22 @@ from batchlab.llm.outputs import (
 )
 
 # %% auto #0
-__all__ = ['AsyncBase', 'AsyncQueue', 'AsyncCalls', 'AsyncLLM']
+__all__ = ['add_event', 'AsyncBase', 'AsyncQueue', 'AsyncCalls', 'AsyncLLM']
+
+# %% ../../nbs/2_core/46_async.ipynb #c1114d45
+def add_event(part: CompletionOutput, event: StreamEvent) -> None:
+    "Add to an answer so far what a step gave it."
+    part.text += event.text
+    if event.reasoning is not None:
+        part.reasoning = (part.reasoning or "") + event.reasoning
+    part.num_reasoning_tokens = event.num_reasoning_tokens
+    part.token_ids.extend(event.token_ids)
+    part.finish_reason = event.finish_reason
+    if event.logprobs is not None:
+        part.logprobs = [] if part.logprobs is None else part.logprobs
+        part.logprobs.extend(event.logprobs)
+        added = total_logprob(event.logprobs, event.token_ids) or 0
+        part.cumulative_logprob = (part.cumulative_logprob or 0) + added
 
 # %% ../../nbs/2_core/46_async.ipynb #087a529e
 @dataclass(eq=False)
@@ -60,17 +75,7 @@ class _Answer:
     def add(self, event: StreamEvent) -> None:
         "Take in what a step gave."
         part = self.parts.setdefault(event.completion, CompletionOutput(event.completion))
-        part.text += event.text
-        if event.reasoning is not None:
-            part.reasoning = (part.reasoning or "") + event.reasoning
-        part.num_reasoning_tokens = event.num_reasoning_tokens
-        part.token_ids.extend(event.token_ids)
-        part.finish_reason = event.finish_reason
-        if event.logprobs is not None:
-            part.logprobs = [] if part.logprobs is None else part.logprobs
-            part.logprobs.extend(event.logprobs)
-            added = total_logprob(event.logprobs, event.token_ids) or 0
-            part.cumulative_logprob = (part.cumulative_logprob or 0) + added
+        add_event(part, event)
         self.last = event.output
         self.news.set()
         if self.last:
