@@ -17,6 +17,7 @@ from ..llm.outputs import RequestOutput
 from .responses import ResponseRunner, keep_response, on_disk
 from .messages import PING, MessageParts, MessageRequest, event_bytes, is_messages
 from .messages import message_body, message_error
+from .telemetry import Operation, Telemetry
 from ..jobs.schema import ApiRequest, BadRequest, Parts, at_fault, choice_of, echoed
 from ..jobs.schema import error_body, head_of, prompt_logprobs_of, text_logprobs, usage_of
 from ..jobs.responses import ResponseParts, ResponseRequest, renamed, response_head
@@ -70,6 +71,11 @@ async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -
     await error_response(e, close, scope["path"])(scope, UNREAD, send)
 
 # %% ../../nbs/7_serve/answers.ipynb #srv00011-2
+def stopping() -> BadRequest:
+    "The error of a server that takes nothing new."
+    return BadRequest("the server is stopping: ask again later", "unavailable")
+
+
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
     """Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`:
     tokens that the model holds."""
@@ -80,7 +86,7 @@ def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> Ba
     if o.fault is not None:
         return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, asked.key))
     if reason == "cancelled":
-        return BadRequest("the server is stopping: ask again later", "unavailable")
+        return stopping()
     if reason == "timeout":
         return BadRequest("the request ran out of time", "timeout")
     return BadRequest(o.error, "server_error") if o.error else None
@@ -149,6 +155,8 @@ class Host(Protocol):
     keep_alive: float
     responses: ResponseRunner | None
 
+    @property
+    def telemetry(self) -> Telemetry: ...
     def adapter_of(self, model: Any) -> str | None: ...
     def place(self, asked: ApiRequest | PoolingRequest) -> AbstractContextManager[None]: ...
     def count(self, o: RequestOutput) -> None: ...
@@ -171,27 +179,39 @@ class Answer(Response):
         await refuse(e, self.scope, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope = scope
-        if not await unless_gone(self._answer(send), receive):
-            scope["said"] = "the client left"
+        self.scope, self.operation = scope, Operation(self.asked, self.model, self.name)
+        self.api.telemetry.begin(self.operation, scope.get("headers", ()))
+        try:
+            if not await unless_gone(self._answer(send), receive):
+                scope["said"], self.operation.error = "the client left", "cancelled"
+        finally:
+            self.api.telemetry.end(self.operation)
 
     async def _answer(self, send: Send) -> None:
         try:
             with self.api.place(self.asked):
-                usage = await self.make(send)
+                self.operation.usage = usage = await self.make(send)
             n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
             self.scope["said"] = f"{n:,} tokens in, {m:,} out"
         except BadRequest as e:
-            await self._end(send, e)
+            await self._fail(send, e)
         except BatchlabError as e:
             code = "unavailable" if isinstance(e, EngineError) else "invalid_request"
-            await self._end(send, BadRequest(str(e), code))
+            await self._fail(send, BadRequest(str(e), code))
+        except Exception:
+            self.operation.error = "server_error"
+            raise
+
+    async def _fail(self, send: Send, e: BadRequest) -> None:
+        self.operation.error = e.code
+        await self._end(send, e)
 
     def checked(self, o: Any) -> Any:
         "Output `o`, counted if it is the last. Raises `BadRequest` for one that failed."
         if o.finished:
             if wrong := error_of(o, self.asked, self.api.llm.llm.max_model_len):
                 raise wrong
+            self.operation.outputs.append(o)
             self.api.count(o)
         return o
 

@@ -31,11 +31,12 @@ from .messages import MessageRequest, is_messages, model_info, model_page
 from .messages import parse_count, parse_messages
 from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessage
 from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
-from .answers import json_response, logged, refuse
+from .answers import json_response, logged, refuse, stopping
+from .telemetry import Telemetry, tracer_of
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Talk, about, as_messages
 from ..jobs.schema import parse_online
-from ..jobs.responses import ResponseAsked, read_response, renaming
+from ..jobs.responses import ResponseAsked, ResponseRequest, read_response, renaming
 from ..jobs.settings import B, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
@@ -99,6 +100,7 @@ class Metrics:
             )
         ]
         self.registry.register(self)
+        self.telemetry = Telemetry(self.registry, tracer_of())
 
     def add(self, o: RequestOutput) -> None:
         m, n = o.metrics or {}, max((len(c.token_ids) for c in o.outputs), default=0)
@@ -252,7 +254,7 @@ class Admission:
         "Count the choices of `asked` as pending meanwhile. Raises `BadRequest` if there is no room."
         n, most = asked.num_choices, self.max_pending
         if self.draining:
-            raise BadRequest("the server is stopping: ask again later", "unavailable")
+            raise stopping()
         if n > most:
             why = f"{n:,} answers in one request, and this server takes {most:,} at once"
             many = isinstance(asked, ApiRequest) and asked.params.n > 1
@@ -358,6 +360,10 @@ class AboutRoutes(TokenRoutes):
         "Count `o`, the last output of a request that was answered."
         self.metrics.add(o)
 
+    @property
+    def telemetry(self) -> Telemetry:
+        return self.metrics.telemetry
+
     async def figures(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -386,9 +392,30 @@ class ChatRoutes(AboutRoutes):
         with renaming():
             await self.ready(asked)
         if wanted.own.background and runner:
-            model = self.adapter_of(asked.model) or self.name
-            return json_response(await on_disk(lambda: create_response(runner, asked, model)))
+            return await self._queue(asked, runner)
         return (StreamedResponse if asked.stream else WholeResponse)(self, asked)
+
+    async def _queue(self, asked: ResponseRequest, runner: ResponseRunner) -> Response:
+        "Let `asked` run in the background. Raises `BadRequest` if there is no room for it."
+        if self.draining:
+            raise stopping()
+        model, most = self.adapter_of(asked.model) or self.name, self.max_pending
+        return json_response(
+            await on_disk(lambda: create_response(runner, asked, model, most=most))
+        )
+
+    async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
+        "How many tokens the prompt of a response has."
+        asked = await request_for(wanted, self.responses)
+        with renaming():
+            await self.ready(asked)
+        return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
+
+    async def prompt_tokens(self, asked: ApiRequest) -> int:
+        "How many tokens the conversation of `asked` has, with its tools."
+        llm, [talk] = self.llm.llm, asked.prompts
+        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
+        return len(await self._in_queuer(work, talk))
 
     def _arm(self, asked: ApiRequest) -> None:
         """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
@@ -414,6 +441,7 @@ class Api(ChatRoutes):
             ("POST", "/v1/chat/completions", parse_chat, self.complete),
             ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
             ("POST", "/v1/responses", read_response, self.respond),
+            ("POST", "/v1/responses/input_tokens", read_response, self.input_tokens),
             *pools,
             ("POST", "/tokenize", partial(parse, model=TokenizeBody), self.tokenize),
             ("POST", "/detokenize", partial(parse, model=DetokenizeBody), self.detokenize),
@@ -452,9 +480,7 @@ class EveryApi(Api):
     async def count_tokens(self, asked: MessageRequest) -> dict[str, Any]:
         "How many tokens the prompt of a message has."
         await self.ready(asked)
-        llm, [talk] = self.llm.llm, asked.prompts
-        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
-        return dict(input_tokens=len(await self._in_queuer(work, talk)))
+        return dict(input_tokens=await self.prompt_tokens(asked))
 
     async def models(self, request: Request) -> dict[str, Any]:
         page = await super().models(request)
