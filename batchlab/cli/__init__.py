@@ -593,7 +593,10 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
     from batchlab.serve.telemetry import export_spans
 
     resolve_device(args.device)
-    export_spans()
+    try:
+        export_spans()
+    except JobError as e:  # an environment is shared with other programs
+        note(str(e), "warning")
     model, local = args.model or DEFAULT_MODEL, args.host in LOOPBACK
     name = args.served_model_name or model_name(model)
     with listen(args.host, args.port) as sock, contextlib.ExitStack() as stack:
