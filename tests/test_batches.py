@@ -290,6 +290,22 @@ def test_chat_lines_and_lines_for_another_endpoint(server):
     assert server.errors(done) == codes
 
 
+def test_responses(server):
+    "What a batch of responses gives are responses, with their tokens counted."
+    own = [
+        line(i, "/v1/responses", model="tiny", input=f"What is {i}?" * (i + 1), max_output_tokens=3)
+        for i in range(3)
+    ]
+    late = line(4, "/v1/responses", input="a", previous_response_id="resp_1")
+    done = server.run([*own, late, chat(5)], endpoint="/v1/responses")
+    assert server.errors(done) == dict(r4="invalid_request", r5="invalid_url")
+    bodies = [r["response"]["body"] for r in server.records(done["output_file_id"])]
+    assert [b["object"] for b in bodies] == ["response"] * 3
+    used = [valid(b, "Response")["usage"] for b in bodies]
+    for k in ("input_tokens", "output_tokens", "total_tokens"):
+        assert done["usage"][k] == sum(u[k] for u in used) > 0
+
+
 def test_a_wrong_url_is_named_before_what_comes_of_it(server):
     "A body of the batch's endpoint, under the url of the other one."
     done = server.run([ask(0), dict(ask(1), url=CHAT), dict(ask(2), url="/v1/x")])

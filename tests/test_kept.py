@@ -262,6 +262,26 @@ def test_cancel_while_it_runs_and_before(s):
     assert ended(s, after["id"])["status"] == "incomplete", "others go on"
 
 
+def test_as_many_may_wait_as_the_server_takes(tmp_path):
+    ask = dict(input="Hello", background=True, **HOLD)
+    with keeping(tmp_path, max_pending=2) as s:
+        with paused_after(s.llm, 0):
+            ids = [s.web.post(URL, json=ask).json()["id"] for _ in range(2)]
+            full = s.web.post(URL, json=ask)
+            assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+            assert full.json()["error"]["code"] == "rate_limit_exceeded"
+        assert [ended(s, id)["status"] for id in ids] == ["incomplete"] * 2
+        assert ended(s, s.web.post(URL, json=ask).json()["id"])["status"] == "incomplete"
+
+
+def test_a_server_that_stops_takes_none_in_the_background(s):
+    s.api.draining = True
+    refused = s.web.post(URL, json=dict(input="Hello", background=True, **HOLD))
+    s.api.draining = False
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    assert s.store.rows("select count(*) from responses") == [(0,)]
+
+
 def test_deleted_while_it_runs(s):
     with paused_after(s.llm, 5):
         id = s.web.post(URL, json=dict(input="Hello", background=True, **LONG)).json()["id"]

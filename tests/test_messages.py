@@ -328,6 +328,15 @@ def test_calls_are_those_of_a_chat(tools, choice, chat):
     assert same_but_ids(streamed) == same_but_ids(message)
 
 
+def test_a_name_may_have_128_characters(tools):
+    tool = TOOLS[0] | dict(name="x" * 128)
+    body = ASK | dict(tools=[tool], tool_choice=dict(type="any"), max_tokens=300)
+    [call] = [b for b in post(tools, **body)["content"] if b["type"] == "tool_use"][:1]
+    assert call["name"] == tool["name"]
+    long = body | dict(tools=[TOOLS[0] | dict(name="x" * 129)])
+    assert tools.post(MESSAGES, json=long).status_code == 400
+
+
 def test_a_call_that_is_cut_off_has_what_came(tools):
     whole = post(tools, **ASK | dict(tools=TOOLS[:1], tool_choice=dict(type="any"), max_tokens=200))
     n = whole["usage"]["output_tokens"]

@@ -1,6 +1,6 @@
 "The Responses API: it gives what the chat endpoint gives, in items and events, and the openai package uses it unchanged."
 
-import asyncio, contextlib, json
+import asyncio, contextlib, csv, json
 from typing import Literal
 
 import pytest
@@ -14,11 +14,12 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from batchlab.api import LLM
+from batchlab.jobs.job import Job
 from batchlab.jobs.responses import ResponseParts, read_response, request_of, response_head
 from batchlab.jobs.schema import BadRequest
 from batchlab.models import tiny_model, tiny_tokenizer
 from test_batches import valid
-from test_server import CHAT, client_of, nothing_left, paused_after, serving, thread
+from test_server import CHAT, client_of, nothing_left, paused_after, serving, thread, tiny
 from helpers import until
 
 URL = "/v1/responses"
@@ -475,6 +476,36 @@ def test_calls_are_those_of_the_chat(tools, ours, theirs, parallel):
         assert calls
 
 
+@pytest.mark.parametrize("given", [[], [WEATHER, NOW]])
+def test_input_tokens_are_those_that_the_response_counts(tools, given):
+    body = dict(input="Hi", instructions="Be brief.", tools=given)
+    with client_of(tools, strict=True) as c:
+        counted = c.responses.input_tokens.count(model="tiny", **body)
+        used = whole(tools, **body, max_output_tokens=1)["usage"]
+    assert counted.input_tokens == used["input_tokens"] > 0
+
+
+def test_what_codex_asks_is_answered(tools):
+    "With its hosted search and its agents turned off; these are refused by name."
+    body = dict(
+        model="tiny",
+        input=[message("developer", "Be brief.") | dict(id="m"), message("user", "Hi")],
+        tools=[WEATHER | dict(strict=False), NOW | dict(parameters=dict(type="object"))],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        reasoning=dict(summary="auto"),
+        store=False,
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="k",
+        client_metadata=dict(turn_id="t"),
+    )
+    assert events_of(tools, **body, max_output_tokens=9)[-1]["type"] == "response.incomplete"
+    for kind in ("web_search", "namespace"):
+        more = dict(tools=[*body["tools"], dict(type=kind)])
+        r = httpx.post(f"{tools.url}{URL}", json=body | more)
+        assert (r.status_code, r.json()["error"]["param"]) == (400, "tools[2].type")
+
+
 def test_a_call_in_events(tools):
     body = dict(input="Rain?", tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
     events = events_of(tools, **body, temperature=0)
@@ -628,3 +659,84 @@ def test_a_body_is_read_or_refused(body):
         request_of(read_response(body))
     except BadRequest as e:
         assert str(e)
+
+
+# On a line of a file
+
+
+@pytest.fixture(scope="module")
+def llm():
+    "The model of `s`, in no server."
+    return tiny()
+
+
+def on_lines(bodies, folder, llm, output="out.jsonl", url=URL):
+    "The records of a file of `bodies`, in order, or the rows of its table."
+    lines = [dict(custom_id=f"r{i}", url=url, body=body) for i, body in enumerate(bodies)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(d) + "\n" for d in lines))
+    Job(folder / "in.jsonl", folder / output).run(llm)
+    if output.endswith("csv"):
+        return list(csv.DictReader((folder / output).open()))
+    records = [json.loads(x) for x in (folder / output).read_text().splitlines()]
+    return sorted(records, key=lambda r: r["custom_id"])
+
+
+def test_on_a_line_it_is_what_the_server_gives(s, llm, tmp_path):
+    form = dict(type="json_schema", name="n", schema=dict(type="boolean"))
+    bodies = [
+        dict(input="Hello", **HOLD),
+        dict(input="Hello there, who are you?", instructions="Be brief.", store=False, **HOLD),
+        dict(input=[message("user", "Yes or no?")], text=dict(format=form), temperature=0),
+        dict(input="Go", top_logprobs=2, metadata=dict(a="b"), **HOLD),
+    ]
+    found = on_lines(bodies, tmp_path, llm)
+    for body, record in zip(bodies, found):
+        assert record["error"] is None and record["response"]["status_code"] == 200
+        own, theirs = checked(record["response"]["body"]), whole(s, **body)
+        cached = [r["usage"].pop("input_tokens_details") for r in (own, theirs)]
+        assert len(cached) == 2 and told(own) == told(theirs) | dict(model=own["model"])
+    assert len({r["response"]["body"]["id"] for r in found}) == len(found)
+
+
+def test_in_a_table_it_is_as_a_chat(llm, tmp_path):
+    talks = ["Hello", "Hello there, who are you?"]
+    chats = [
+        dict(messages=[dict(role="user", content=t)], temperature=0, max_tokens=9) for t in talks
+    ]
+    ours = on_lines([dict(input=t, **HOLD) for t in talks], tmp_path, llm, "a.csv")
+    theirs = on_lines(chats, tmp_path, llm, "b.csv", CHAT)
+    keys = "text", "finish_reason", "prompt_tokens", "completion_tokens", "error"
+    of = lambda rows: {r["custom_id"]: [r[k] for k in keys] for r in rows}
+    assert of(ours) == of(theirs) and all(r["text"] for r in ours)
+
+
+def test_a_call_on_a_line(tools, tmp_path):
+    body = dict(input="Hi", tools=[WEATHER], tool_choice="required", temperature=0)
+    body["parallel_tool_calls"] = False
+    llm = LLM(tools.llm.model, tools.llm.tokenizer)
+    [record] = on_lines([body], tmp_path, llm)
+    own, theirs = record["response"]["body"], whole(tools, **body)
+    assert told(own)["output"] == told(theirs)["output"]
+    [row] = on_lines([body], tmp_path, llm, "a.csv")
+    [call] = json.loads(row["text"])["tool_calls"]
+    kept = own["output"][0]
+    assert call["function"] == dict(name=kept["name"], arguments=kept["arguments"])
+    assert row["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "more, named",
+    [
+        (dict(stream=True), "stream"),
+        (dict(background=True), "background"),
+        (dict(previous_response_id="resp_1"), "previous_response_id"),
+        (dict(store=True), "store"),
+        (dict(messages=[]), "messages"),
+        (dict(max_output_tokens=0), "max_output_tokens"),
+        (dict(text=dict(format=dict(type="json_schema", name="n"))), "text.format"),
+    ],
+)
+def test_what_a_line_can_not_have_is_refused_by_name(llm, tmp_path, more, named):
+    [bad, good] = on_lines([dict(input="a") | more, dict(input="a", **HOLD)], tmp_path, llm)
+    assert good["error"] is None and good["response"]["body"]["object"] == "response"
+    assert bad["response"]["status_code"] == 400 and named in bad["error"]["message"]

@@ -187,7 +187,7 @@ BAD_TOOLS = [
     ([dict(type="custom")], "tools[0].type"),
     ([dict(type="function")], "tools[0].function "),
     ([function("f"), function("")], "tools[1].function.name"),
-    *(([function(name)], "function.name") for name in ("a b", "x" * 65, "f\n", 5)),
+    *(([function(name)], "function.name") for name in ("a b", "x" * 129, "f\n", 5)),
     ([function("f")] * 2, "'f'"),
     ([function("f", description=5)], "function.description"),
     ([function("f", strict="yes")], "function.strict"),

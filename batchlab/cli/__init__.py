@@ -590,8 +590,13 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
     from batchlab.models import DEFAULT_MODEL, resolve_device
     from batchlab.serve.app import AsyncLLM, Server, create_app, listen, url_of
     from batchlab.serve.batches import BatchRunner, BatchStore
+    from batchlab.serve.telemetry import export_spans
 
     resolve_device(args.device)
+    try:
+        export_spans()
+    except JobError as e:  # an environment is shared with other programs
+        note(str(e), "warning")
     model, local = args.model or DEFAULT_MODEL, args.host in LOOPBACK
     name = args.served_model_name or model_name(model)
     with listen(args.host, args.port) as sock, contextlib.ExitStack() as stack:

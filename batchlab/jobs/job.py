@@ -48,7 +48,10 @@ def tally(r: JobResult, record: dict[str, Any]) -> bool:
     r.first_failure = r.first_failure or (error["message"] if error else "")
     body = record if "request_id" in record else (record.get("response") or {}).get("body") or {}
     answers = body.get("choices") or body.get("outputs") or [body]
-    r.cut += any(answer.get("finish_reason") == "length" for answer in answers)
+    r.cut += any(
+        answer.get("finish_reason") == "length" or answer.get("status") == "incomplete"
+        for answer in answers
+    )
     return error is not None
 
 

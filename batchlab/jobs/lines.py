@@ -23,6 +23,7 @@ from batchlab.jobs.schema import (
     ALIASES,
     DROPPED,
     BadRequest,
+    about,
     answer_body,
     as_messages,
     choice_of,
@@ -58,6 +59,8 @@ from batchlab.jobs.tables import (
     kept_cells,
     json_value,
 )
+from .responses import ResponseAsked, chat_body, read_response
+from .responses import renamed, renaming, response_head, response_of
 from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
 if TYPE_CHECKING:
@@ -74,8 +77,8 @@ class JobLine:
     its keys that mean nothing here. `model`: the one it asks for, `adapter`: likewise, which has
     to be there. `cells`: columns of a table that stand in its record. `unit`: 'line', or 'row'
     of a table. `tools`: which functions its answer may call, and `tool_format` how the model
-    writes calls. `pooling`: what it asks of hidden states, if it wants no text. `failure`:
-    `(code, message)` if it can't run. `text`: the prompt that became a user's message; `output`:
+    writes calls. `pooling`: what it asks of hidden states, if it wants no text.
+    `response`: what it asks for as a response. `failure`: `(code, message)` if it can't run. `text`: the prompt that became a user's message; `output`:
     what came of it, once it has run."""
 
     number: int
@@ -96,6 +99,7 @@ class JobLine:
     tools: ToolChoice | None = None
     tool_format: ToolFormat | None = None
     pooling: PoolingRequest | None = None
+    response: ResponseAsked | None = None
     text: str | None = None
     output: RequestOutput | TextsOutput | None = None
 
@@ -286,6 +290,30 @@ def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
         chat,
     )
 
+# %% ../../nbs/6_jobs/lines.ipynb #d28690ef
+ALONE = dict(
+    stream="a line has one answer",
+    background="the lines of a file run in the background",
+    previous_response_id="give the earlier items in input",
+    store="the answer is in the file",
+)  # what a response on a line can't have, and why
+
+
+def response_line(line: JobLine, body: dict[str, Any]) -> None:
+    "Fill `line` from the `body` of a request to /v1/responses. Raises `BadRequest`."
+    wanted = read_response(body)
+    for k, why in ALONE.items():
+        if body.get(k):
+            raise BadRequest(f"{k} is not supported in a file: {why}, so leave it out", param=k)
+    with about(body):
+        chat = chat_body(wanted)
+    with renaming():
+        line.tools, line.chat_options = take_tools(chat), take_chat_options(chat)
+        given, line.options = parse_body(chat, "chat")
+    assert isinstance(given, list)
+    line.messages = [m for m in given if isinstance(m, dict)]
+    line.response = wanted
+
 # %% ../../nbs/6_jobs/lines.ipynb #ob000013-2
 def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     "Fill `line` from `d`, an object of the Batch API. Raises `BadRequest`."
@@ -301,6 +329,9 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     line.cells = kept_cells(d, line.ignored)
     if line.kind in POOLING_KINDS:
         line.pooling = parse_pooling(body, line.kind)
+        return
+    if line.kind == "response":
+        response_line(line, body)
         return
     if line.kind == "chat":
         line.tools, line.chat_options = take_tools(body), take_chat_options(body)
@@ -425,7 +456,9 @@ def parse_line(
     return line
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000019
-DEFAULTS = openai.DEFAULTS | dict(plain=dict(temperature=0.0, max_tokens=256))
+DEFAULTS = openai.DEFAULTS | dict(
+    plain=dict(temperature=0.0, max_tokens=256), response=openai.DEFAULTS["chat"]
+)
 
 
 class ParamsCache(dict[str, SamplingParams]):
@@ -494,14 +527,19 @@ def answer_of(
         read = (
             partial(parse_answer, line.tool_format, line.tools) if line.tools else None
         )  # (text, key)
-        body = answer_body(out, line.kind, f"{line.number}-{line.digest}", model, read)
+        name = f"{line.number}-{line.digest}"
+        kind = "chat" if line.response else line.kind
+        body = answer_body(out, kind, name, model, read)
+        if line.response:
+            assert out.params
+            body = response_of(response_head(line.response, out.params, name, model), body)
         record: dict[str, Any] = dict(
             id=line.key,
             **line.named,
             response=dict(status_code=200, request_id=line.key, body=body),
             error=None,
         )
-        choices = body["choices"]
+        choices = body.get("choices") or [body]
     else:
         first = out.outputs[0]
         many = len(out.outputs) > 1 or first.logprobs is not None
@@ -558,6 +596,8 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
 
 def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     "The record of a failure. The message begins with the line's number; `code` is for programs."
+    if line.response:
+        message = str(renamed(BadRequest(message, code)))
     error = dict(code=code, message=f"{line.where}: {message}")
     if line.kind == "plain":
         nothing = dict(embedding=None) if line.pooling else dict(text=None, finish_reason="error")

@@ -31,6 +31,7 @@ from .journal import Ledgerbook, Outbox, replace_file
 from ..llm.pooled import PoolingParams
 from .lines import JobLine, failure_of, parse_line
 from .pooling import PoolingRequest
+from .schema import tokens_used
 from .settings import is_setting
 from .runner import LineRunner, model_digest, name_of
 from .tables import Columns, check_output, flat
@@ -699,10 +700,10 @@ class Dispatcher:
 def count_usage(result: JobResult, record: dict[str, Any]) -> None:
     "Count in `result` the tokens that the `record` of a worker says."
     body = record if "request_id" in record else record["response"]["body"]
-    usage = body.get("usage") or {}
-    result.prompt_tokens += usage.get("prompt_tokens", 0)
-    result.output_tokens += usage.get("completion_tokens", 0)
-    result.cached_tokens += usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    read, cached, made = tokens_used(body.get("usage") or {})
+    result.prompt_tokens += read
+    result.output_tokens += made
+    result.cached_tokens += cached
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #bd932ff3
 class RayRun(Run):

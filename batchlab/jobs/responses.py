@@ -398,7 +398,10 @@ def format_shown(form: Form | None) -> dict[str, Any]:
     "The form of the text, as a response has it."
     if form is None or form.type != "json_schema":
         return dict(type=form.type if form else "text")
-    return form.model_dump(by_alias=True)
+    shown = form.model_dump(by_alias=True)
+    if form.description is None:
+        del shown["description"]  # which the published form has not as null
+    return shown
 
 
 def response_head(

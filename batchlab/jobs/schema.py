@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # a check of a file needs no torch
 # %% auto #0
 __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'DONE', 'sampling_options', 'request_params',
            'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
-           'usage_of', 'thought_of', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body', 'StreamOptions',
-           'Talk', 'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest', 'parse_online', 'echoed', 'prompt_logprobs_of',
-           'ChoiceParts', 'Parts']
+           'usage_of', 'thought_of', 'tokens_used', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body',
+           'StreamOptions', 'Talk', 'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest', 'parse_online', 'echoed',
+           'prompt_logprobs_of', 'ChoiceParts', 'Parts']
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000010
 class BadRequest(ValueError):
@@ -226,7 +226,11 @@ POOLING_URLS = {
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
 }  # vLLM's but the first, see jobs.pooling
-URLS = {"/v1/chat/completions": "chat", "/v1/completions": "text"} | POOLING_URLS
+URLS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text",
+    "/v1/responses": "response",  # see jobs.responses
+} | POOLING_URLS
 
 
 def custom_id_of(d: dict[str, Any]) -> str:
@@ -368,6 +372,15 @@ def usage_of(*outs: RequestOutput) -> dict[str, Any]:
 def thought_of(text: str | None) -> dict[str, Any]:
     "A model's thought in a message or a delta, by vLLM's name and by the one that others read."
     return dict(reasoning_content=text, reasoning=text) if text else {}
+
+
+def tokens_used(usage: dict[str, Any]) -> tuple[int, int, int]:
+    """How many tokens of input, how many of them were cached, and how many of output the `usage`
+    of any endpoint counts."""
+    one = lambda *names: next((usage[k] for k in names if k in usage), None)
+    details = one("prompt_tokens_details", "input_tokens_details") or {}
+    read, made = one("prompt_tokens", "input_tokens"), one("completion_tokens", "output_tokens")
+    return read or 0, details.get("cached_tokens") or 0, made or 0
 
 # %% ../../nbs/6_jobs/schema.ipynb #choice001
 ReadCalls = Callable[

@@ -805,6 +805,29 @@ def _text_of(message: dict[str, Any]) -> Any:
     return encode_json({k: message.get(k) for k in ("content", "tool_calls")})
 
 
+def _choice_of_response(body: dict[str, Any]) -> dict[str, Any]:
+    "A response as the choice of a chat, with its counts of tokens beside the message."
+    texts, calls, scores = dict(message="", reasoning=""), list[dict[str, Any]](), list[Any]()
+    for item in body["output"]:
+        if item["type"] == "function_call":
+            function = {k: item[k] for k in ("name", "arguments")}
+            calls.append(dict(id=item["call_id"], type="function", function=function))
+            continue
+        for part in item["content"]:
+            texts[item["type"]] += part["text"]
+            scores += part.get("logprobs") or []
+    said = dict(content=texts["message"] or None if calls else texts["message"])
+    ended = "tool_calls" if calls else "stop"
+    return dict(
+        message=said | dict(tool_calls=calls, reasoning=texts["reasoning"] or None),
+        finish_reason="length" if body["status"] == "incomplete" else ended,
+        logprobs=dict(content=scores) if scores else None,
+        prompt_tokens=body["usage"]["input_tokens"],
+        completion_tokens=body["usage"]["output_tokens"],
+        results=body.get("results"),
+    )
+
+
 IDS = "line", "row", "id", "custom_id"  # of a record, in a table too
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-2
@@ -816,6 +839,8 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     vectors = "embedding" in body or any(isinstance(v, list) for v in lists)
     some = body.get("choices"), body.get("outputs"), *(lists if vectors else ())
     entries = next(filter(None, some), [body])
+    if body.get("object") == "response":
+        entries, usage = [_choice_of_response(body)], {}
     ids = {k: d.get(k) for k in IDS if k in d or k in ("id", "custom_id")}
     for e in entries:
         if "row" in e and e is not d:  # of a finished table

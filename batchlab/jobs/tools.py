@@ -54,7 +54,7 @@ class _Parameters(_Part):
 
 
 class _Function(_Part):
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,128}$")
     description: str | None = None
     parameters: _Parameters | None = None
     strict: bool | None = None
@@ -498,7 +498,7 @@ def _patterns(f: ToolFormat) -> tuple[str, str, str, str]:
     """What may stand in an answer: a call where one may begin, another after it, the tail of a
     call, the end of them all. The first two end with the bracket that opens the arguments."""
     head, middle, tail = f.parts
-    call = f"{_WS}(?P<name>[a-zA-Z0-9_-]{{1,64}}){_WS}{_layout(middle)}{_WS}\\{{"
+    call = f"{_WS}(?P<name>[a-zA-Z0-9_-]{{1,128}}){_WS}{_layout(middle)}{_WS}\\{{"
     begin = re.escape(f.trigger) + _layout((f.first + head)[len(f.trigger) :])
     own_id = f'(?:{_WS},{_WS}"id"{_WS}:{_WS}"[^"\\\\]{{0,64}}")?'  # some templates write it, none asks for it
     return (

@@ -5,9 +5,9 @@
 # %% ../../nbs/7_serve/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, json, logging, math, os, re, secrets, socket, sys, time
+import asyncio, contextlib, hashlib, hmac, logging, math, os, socket, sys, time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -18,30 +18,30 @@ from pydantic import Field
 
 from .. import __version__
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, EngineError, JobError
+from ..errors import BatchlabError, JobError
 from ..llm.inputs import encode_text, prompt_ids_of
 from ..api import LLM
 from ..tasks.lora import adapter_named, adapter_names, check_modules
 from ..llm.outputs import RequestOutput
 from .routes import batch_router
 from .batches import BatchRunner
-from .responses import ResponseRunner, create_response, keep_response, on_disk
-from .responses import request_for, response_router
-from .messages import PING, MessageParts, MessageRequest, event_bytes, is_messages
-from .messages import message_body, message_error, model_info, model_page
+from .responses import ResponseRunner, create_response, on_disk, request_for
+from .responses import response_router
+from .messages import MessageRequest, is_messages, model_info, model_page
 from .messages import parse_count, parse_messages
+from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessage
+from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
+from .answers import json_response, logged, refuse, stopping
+from .telemetry import Telemetry, tracer_of
 from ..jobs.lines import json_object
-from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Parts, Talk, about
-from ..jobs.schema import as_messages, at_fault, choice_of, echoed, error_body, head_of
-from ..jobs.schema import parse_online, prompt_logprobs_of, text_logprobs, usage_of
-from ..jobs.responses import ResponseAsked, ResponseParts, ResponseRequest, read_response
-from ..jobs.responses import renamed, renaming, response_head, response_of
+from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Talk, about, as_messages
+from ..jobs.schema import parse_online
+from ..jobs.responses import ResponseAsked, ResponseRequest, read_response, renaming
 from ..jobs.settings import B, Body, read
 from .page import trusted
-from ..jobs.pooling import PoolingRequest, parse_pooling, pooling_body
+from ..jobs.pooling import PoolingRequest, parse_pooling
 from ..jobs.runner import name_of
-from ..jobs.tools import ToolFormat, ToolParser, conversation_with, format_of
-from ..jobs.tools import parse_answer, take_tools, tool_params
+from ..jobs.tools import ToolFormat, conversation_with, format_of, take_tools, tool_params
 
 # %% auto #0
 __all__ = ['create_app', 'listen', 'url_of', 'Server']
@@ -62,45 +62,6 @@ try:
 except ImportError as e:
     raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
 
-# %% ../../nbs/7_serve/49_server.ipynb #srv00011
-_dumps = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # ASCII: half a surrogate pair is an escape in it
-
-
-UNREAD: Any = None  # in place of `receive`, for a response that reads nothing
-
-
-def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    "`body` as JSON."
-    return Response(_dumps(body), status, headers, "application/json")
-
-
-def error_response(e: BadRequest, close: bool = False, path: str = "") -> Response:
-    """The error object of the API that `path` belongs to, with what its status wants in the
-    headers. `close`: the connection ends with it."""
-    own = is_messages(path)
-    status, body = message_error(e) if own else error_body(str(e), e.code, e.param)
-    headers = {"request-id": body["request_id"]} if own else {}
-    headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    if status in (429, 503, 529):
-        headers["Retry-After"] = str(e.retry_after)
-    if close or status in (408, 413):
-        headers["Connection"] = "close"
-    return json_response(body, status, headers)
-
-
-def logged(e: BadRequest) -> str:
-    "What the log says of `e`: its code, and its message without what that quotes of the request."
-    quoted = r"(?<!\w)'(\\.|[^'\\])*('|$)|\"(\\.|[^\"\\])*(\"|$)|\(.*\)"
-    return f"{e.code}: {re.sub(quoted, '…', str(e)).partition(', got ')[0].partition('compiled: ')[0]:.150}"
-
-
-async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -> None:
-    "Answer with the error `e`, and let the log say so. `close`: the connection ends with it."
-    scope["said"] = logged(e)
-    await error_response(e, close, scope["path"])(scope, UNREAD, send)
-
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-1
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
@@ -114,371 +75,6 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     if is_messages(path):
         why = "see /v1/messages and /v1/messages/count_tokens; Claude's clients add /v1 to the base URL"
     return BadRequest(f"{path} is not served here: {why}", "not_found")
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00011-2
-def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
-    """Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`:
-    tokens that the model holds."""
-    reason = o.outputs[0].finish_reason if o.outputs else o.finish_reason
-    if reason == "too_long":  # clients know it by these words
-        why = f"this model's maximum context length is {most} tokens: {o.error}"
-        return BadRequest(why, "context_length_exceeded", asked.key)
-    if o.fault is not None:
-        return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, asked.key))
-    if reason == "cancelled":
-        return BadRequest("the server is stopping: ask again later", "unavailable")
-    if reason == "timeout":
-        return BadRequest("the request ran out of time", "timeout")
-    return BadRequest(o.error, "server_error") if o.error else None
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00021
-async def until_gone(receive: Receive) -> None:
-    "Return when the client has left."
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def unless_gone(work: Awaitable[None], receive: Receive) -> bool:
-    "Do `work`, and cancel it if the client leaves. Whether it was done."
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for t in (task, gone):
-            t.cancel()
-        await asyncio.wait([task, gone])
-    if task.cancelled():
-        return False
-    task.result()
-    return True
-
-
-async def merged(
-    outputs: Sequence[AsyncGenerator[RequestOutput]],
-) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """`(index, output)` of several generators as they come. None runs ahead of the reader by
-    more than an output."""
-    if len(outputs) == 1:
-        async with contextlib.aclosing(outputs[0]) as only:
-            async for o in only:
-                yield 0, o
-        return
-    came: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(1)
-
-    async def pump(i: int) -> None:
-        try:
-            async with contextlib.aclosing(outputs[i]) as one:
-                async for o in one:
-                    await came.put((i, o))
-        except Exception as e:
-            await came.put((i, e))
-
-    tasks, left = [asyncio.ensure_future(pump(i)) for i in range(len(outputs))], len(outputs)
-    try:
-        while left:
-            i, o = await came.get()
-            if isinstance(o, Exception):
-                raise o
-            left -= o.finished
-            yield i, o
-    finally:
-        for t in tasks:
-            t.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00022
-class Answer(Response):
-    """The answer to `asked`, as it is made by the engine of `api`. A subclass sends it in `make`,
-    which gives its usage."""
-
-    def __init__(self, api: ChatRoutes, asked: Any) -> None:
-        self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
-        self.model = api.adapter_of(asked.model) or api.name
-        self.begun, self.pulse = False, b": keep-alive\n\n"
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        raise NotImplementedError
-
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        await refuse(e, self.scope, send)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope = scope
-        if not await unless_gone(self._answer(send), receive):
-            scope["said"] = "the client left"
-
-    async def _answer(self, send: Send) -> None:
-        try:
-            with self.api.place(self.asked):
-                usage = await self.make(send)
-            n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
-            self.scope["said"] = f"{n:,} tokens in, {m:,} out"
-        except BadRequest as e:
-            await self._end(send, e)
-        except BatchlabError as e:
-            code = "unavailable" if isinstance(e, EngineError) else "invalid_request"
-            await self._end(send, BadRequest(str(e), code))
-
-    def checked(self, o: Any) -> Any:
-        "Output `o`, counted if it is the last. Raises `BadRequest` for one that failed."
-        if o.finished:
-            if wrong := error_of(o, self.asked, self.api.llm.llm.max_model_len):
-                raise wrong
-            self.api.metrics.add(o)
-        return o
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv022t1
-class TextAnswer(Answer):
-    "The answer to an `ApiRequest`, whole."
-
-    async def outputs(self, grow: bool) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
-        a = self.asked
-        how: dict[str, Any] = dict(chat=a.chat, priority=a.priority, grow=grow)
-        how["lora_request"] = self.api.adapter_of(a.model)
-        each = [self.api.llm.generate(p, a.params, **how) for p in a.prompts]
-        async with contextlib.aclosing(merged(each)) as outputs:
-            async for i, o in outputs:
-                yield i, self.checked(o)
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
-            outs = {i: o async for i, o in outputs}
-        body = self._body([outs[i] for i in range(len(outs))])
-        await json_response(body)(self.scope, UNREAD, send)
-        return body["usage"]
-
-    def _body(self, outs: list[RequestOutput]) -> dict[str, Any]:
-        a, choices, p = self.asked, list[dict[str, Any]](), self.asked.params
-        read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None  # (text, key)
-        for i, o in enumerate(outs):
-            shown, first = self.shown(o)
-            for c in shown.outputs:
-                choice = choice_of(c, a.kind, p.logprobs, p.logprob_token_ids, read, self.name)
-                choice["index"] = i * p.n + c.index
-                if a.echo:
-                    choice["logprobs"] = text_logprobs(c, first=first)
-                if a.asked.get("prompt_logprobs") is not None and not a.chat:
-                    choice["prompt_logprobs"] = prompt_logprobs_of(o)
-                choices.append(choice)
-        body = head_of(a.kind, self.name, self.model)
-        body |= dict(choices=choices, usage=self.usage(outs))
-        if a.chat and p.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs_of(outs[0])
-        return body
-
-    def shown(self, o: RequestOutput) -> tuple[RequestOutput, str]:
-        "What the client sees of `o`, and the text of its first token where it has no probability."
-        a, decode = self.asked, self.api.decode
-        if not a.echo:
-            return o, ""
-        text, ids = o.prompt, o.prompt_token_ids or []
-        if text is None or a.params.truncate_prompt_tokens is not None:
-            text = decode(ids)  # of a prompt that was cut, what was used
-        return echoed(o, text, a.silent), decode(ids[:1])
-
-    def usage(self, outs: Iterable[RequestOutput]) -> dict[str, Any]:
-        usage = usage_of(*outs)
-        if self.asked.silent:
-            usage |= dict(completion_tokens=0, total_tokens=usage["prompt_tokens"])
-        return usage
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv022s1
-STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-
-# %% ../../nbs/7_serve/49_server.ipynb #a686f0fb
-class StreamedAnswer(TextAnswer):
-    "The answer to an `ApiRequest` in parts."
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        self.turn, self.sent = asyncio.Lock(), 0.0
-        beat = asyncio.ensure_future(self._beat(send))
-        try:
-            return await self._parts(send)
-        finally:
-            beat.cancel()
-
-    async def _beat(self, send: Send) -> None:
-        "A comment whenever nothing was sent for a while, as proxies cut silent connections."
-        clock, every = asyncio.get_running_loop().time, self.api.keep_alive
-        self.sent = clock()
-        while True:
-            await asyncio.sleep(self.sent + every - clock())
-            if clock() - self.sent >= every:
-                await self._send(send, self.pulse)
-
-    def new_parts(self) -> Parts:
-        a, p = self.asked, self.asked.params
-        new_parser = lambda i: ToolParser(a.tool_format, a.tools, f"{self.name}-{i}")
-        asked = a.kind, self.name, self.model, p.logprobs, p.logprob_token_ids, a.usage
-        return Parts(*asked, parser=new_parser if a.tools else None)
-
-    async def _parts(self, send: Send) -> dict[str, Any]:
-        a, lasts, p, parts = self.asked, {}, self.asked.params, self.new_parts()
-        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
-            async for i, o in outputs:
-                if o.finished:
-                    lasts[i] = o
-                elif a.echo and p.prompt_logprobs is not None:
-                    continue  # which are known at the end
-                prompt, used = len(o.prompt_token_ids or ()), None
-                if a.usage_each:
-                    used = [(prompt, 0 if a.silent else len(c.token_ids)) for c in o.outputs]
-                shown, first = self.shown(o)
-                if new := parts.since(shown.outputs, i * p.n, first, used):
-                    await self._send(send, new)
-        usage = self.usage(lasts.values())
-        await self._send(send, parts.end(usage if a.usage else None), last=True)
-        return usage
-
-    async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
-        "Send a part; before the first, the headers. Waits for a reader that is slow."
-        async with self.turn:
-            if not self.begun:
-                await send(dict(type="http.response.start", status=200, headers=STREAM))
-                self.begun = True
-            await send(dict(type="http.response.body", body=body, more_body=not last))
-            self.sent = asyncio.get_running_loop().time()
-
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        if not self.begun:
-            return await super()._end(send, e)
-        self.scope["said"] = logged(e)
-        error = _dumps(error_body(str(e), e.code, e.param)[1])
-        await self._send(send, f"data: {error}\n\ndata: [DONE]\n\n".encode(), last=True)
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv22msgb
-class MessageAnswer(TextAnswer):
-    "The answer to a `MessageRequest`, whole."
-
-    asked: MessageRequest
-
-    def named(self, send: Send) -> Send:
-        "`send`, which adds the id of the request to the headers."
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = b"request-id", f"req_{self.name}".encode()
-                message = {**message, "headers": [*message["headers"], own]}
-            await send(message)
-
-        return sent
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
-            [out] = [o async for _, o in outputs]
-        body = message_body(self.asked, out, self.name, self.model)
-        await json_response(body)(self.scope, UNREAD, self.named(send))
-        return self.usage([out])
-
-
-class StreamedMessage(StreamedAnswer, MessageAnswer):
-    "The answer to a `MessageRequest` in events."
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        return await super().make(self.named(send))
-
-    async def _parts(self, send: Send) -> dict[str, Any]:
-        parts, out = MessageParts(self.asked, self.name, self.model), None
-        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
-            async for _, out in outputs:
-                if new := parts.since(out):
-                    await self._send(send, new)
-                self.pulse = PING
-        assert out
-        await self._send(send, parts.end(out), last=True)
-        return self.usage([out])
-
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        if not self.begun:
-            return await refuse(e, self.scope, send)
-        self.scope["said"] = logged(e)
-        await self._send(send, event_bytes(message_error(e)[1]), last=True)
-
-# %% ../../nbs/7_serve/49_server.ipynb #c37ac9a1
-def new_head(answer: Answer) -> dict[str, Any]:
-    "The response as it begins."
-    a: ResponseRequest = answer.asked
-    return response_head(a.wanted, a.params, answer.name, answer.model, a.kept)
-
-
-async def keep(answer: Answer, response: dict[str, Any], must: bool) -> None:
-    """Keep `response`, if it is to be kept; where that fails its `store` is false. Raises
-    `BadRequest` instead if it `must` be kept."""
-    a: ResponseRequest = answer.asked
-    if a.kept and (runner := answer.api.responses):
-        try:
-            await on_disk(lambda: keep_response(runner.store, response, a.wanted.items))
-        except BadRequest as e:
-            if must:
-                raise
-            logging.getLogger("batchlab").error("%s is not kept: %s", response["id"], e)
-            response["store"] = False
-
-# %% ../../nbs/7_serve/49_server.ipynb #a7312924
-class WholeResponse(TextAnswer):
-    "The answer to a `ResponseRequest`, whole."
-
-    asked: ResponseRequest
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
-            [out] = [o async for _, o in outputs]
-        chat = self._body([out])
-        response = response_of(new_head(self), chat)
-        await keep(self, response, must="store" in self.asked.wanted.own.model_fields_set)
-        await json_response(response)(self.scope, UNREAD, send)
-        return chat["usage"]
-
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        await super()._end(send, renamed(e))
-
-# %% ../../nbs/7_serve/49_server.ipynb #c0b6e0c1
-class StreamedResponse(StreamedAnswer):
-    "The answer to a `ResponseRequest` in events."
-
-    asked: ResponseRequest
-
-    async def _parts(self, send: Send) -> dict[str, Any]:
-        out, choice = None, self.new_parts().new(0)
-        self.events = ResponseParts(new_head(self))
-        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
-            async for _, out in outputs:
-                new = b"" if self.events.number else self.events.begin()
-                for part in map(json.loads, choice.since(out.outputs[0], "")):
-                    thoughts = out.outputs[0].num_reasoning_tokens
-                    new += self.events.take(part["delta"], part["logprobs"], thoughts)
-                if new:
-                    await self._send(send, new)
-        assert out
-        usage = self.usage([out])
-        end = self.events.finish(out.outputs[0].finish_reason, usage)
-        await keep(self, self.events.response, must=False)
-        await self._send(send, end + self.events.last(), last=True)
-        return usage
-
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        e = renamed(e)
-        if not self.begun:
-            return await refuse(e, self.scope, send)
-        self.scope["said"] = logged(e)
-        await self._send(send, self.events.fail(e.code, str(e)), last=True)
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00022-1
-class PooledAnswer(Answer):
-    "The answer to a `PoolingRequest`."
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        a, llm = self.asked, self.api.llm
-        async with contextlib.aclosing(llm.generate(a, priority=a.priority, grow=False)) as outputs:
-            [out] = [self.checked(o) async for o in outputs]
-        body = await asyncio.to_thread(pooling_body, a, out, self.name, self.model)
-        await json_response(body)(self.scope, UNREAD, send)
-        return body["usage"]
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00031
 SECONDS = [
@@ -504,6 +100,7 @@ class Metrics:
             )
         ]
         self.registry.register(self)
+        self.telemetry = Telemetry(self.registry, tracer_of())
 
     def add(self, o: RequestOutput) -> None:
         m, n = o.metrics or {}, max((len(c.token_ids) for c in o.outputs), default=0)
@@ -661,7 +258,7 @@ class Admission:
         "Count the choices of `asked` as pending meanwhile. Raises `BadRequest` if there is no room."
         n, most = asked.num_choices, self.max_pending
         if self.draining:
-            raise BadRequest("the server is stopping: ask again later", "unavailable")
+            raise stopping()
         if n > most:
             why = f"{n:,} answers in one request, and this server takes {most:,} at once"
             many = isinstance(asked, ApiRequest) and asked.params.n > 1
@@ -763,6 +360,14 @@ class AboutRoutes(TokenRoutes):
     async def version(self, request: Request) -> dict[str, Any]:
         return dict(version=__version__)
 
+    def count(self, o: RequestOutput) -> None:
+        "Count `o`, the last output of a request that was answered."
+        self.metrics.add(o)
+
+    @property
+    def telemetry(self) -> Telemetry:
+        return self.metrics.telemetry
+
     async def figures(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -791,9 +396,30 @@ class ChatRoutes(AboutRoutes):
         with renaming():
             await self.ready(asked)
         if wanted.own.background and runner:
-            model = self.adapter_of(asked.model) or self.name
-            return json_response(await on_disk(lambda: create_response(runner, asked, model)))
+            return await self._queue(asked, runner)
         return (StreamedResponse if asked.stream else WholeResponse)(self, asked)
+
+    async def _queue(self, asked: ResponseRequest, runner: ResponseRunner) -> Response:
+        "Let `asked` run in the background. Raises `BadRequest` if there is no room for it."
+        if self.draining:
+            raise stopping()
+        model, most = self.adapter_of(asked.model) or self.name, self.max_pending
+        return json_response(
+            await on_disk(lambda: create_response(runner, asked, model, most=most))
+        )
+
+    async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
+        "How many tokens the prompt of a response has."
+        asked = await request_for(wanted, self.responses)
+        with renaming():
+            await self.ready(asked)
+        return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
+
+    async def prompt_tokens(self, asked: ApiRequest) -> int:
+        "How many tokens the conversation of `asked` has, with its tools."
+        llm, [talk] = self.llm.llm, asked.prompts
+        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
+        return len(await self._in_queuer(work, talk))
 
     def _arm(self, asked: ApiRequest) -> None:
         """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
@@ -819,6 +445,7 @@ class Api(ChatRoutes):
             ("POST", "/v1/chat/completions", parse_chat, self.complete),
             ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
             ("POST", "/v1/responses", read_response, self.respond),
+            ("POST", "/v1/responses/input_tokens", read_response, self.input_tokens),
             *pools,
             ("POST", "/tokenize", partial(parse, model=TokenizeBody), self.tokenize),
             ("POST", "/detokenize", partial(parse, model=DetokenizeBody), self.detokenize),
@@ -857,9 +484,7 @@ class EveryApi(Api):
     async def count_tokens(self, asked: MessageRequest) -> dict[str, Any]:
         "How many tokens the prompt of a message has."
         await self.ready(asked)
-        llm, [talk] = self.llm.llm, asked.prompts
-        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
-        return dict(input_tokens=len(await self._in_queuer(work, talk)))
+        return dict(input_tokens=await self.prompt_tokens(asked))
 
     async def models(self, request: Request) -> dict[str, Any]:
         page = await super().models(request)

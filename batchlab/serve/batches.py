@@ -21,7 +21,7 @@ from ..jobs.formats import Raw
 from ..jobs.job import Job, LocalRun, Run, in_good_order
 from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
 from ..jobs.lines import JobLine, ParamsCache, failure_of, json_object
-from ..jobs.schema import URLS, BadRequest, about, endpoint_of
+from ..jobs.schema import URLS, BadRequest, about, endpoint_of, tokens_used
 from ..jobs.settings import Body, read
 from ..jobs.runner import Admitted, LineRunner, ModelNames, name_of
 
@@ -472,11 +472,8 @@ def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]
             counts[failed] += 1
             expired += failed and record["error"]["code"] == "batch_expired"
             used = {} if failed else record["response"]["body"]["usage"]
-            sums.update(
-                input=used.get("prompt_tokens", 0),
-                output=used.get("completion_tokens", 0),
-                cached=used.get("prompt_tokens_details", {}).get("cached_tokens", 0),
-            )
+            read, cached, made = tokens_used(used)
+            sums.update(input=read, cached=cached, output=made)
     usage = dict(
         input_tokens=sums["input"],
         input_tokens_details=dict(cached_tokens=sums["cached"]),

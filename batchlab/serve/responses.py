@@ -53,13 +53,20 @@ def keep_response(
     items: list[dict[str, Any]],
     line: str | None = None,
     priority: int = 0,
+    most: int | None = None,
 ) -> None:
     """Keep a `response` with its input `items`. `line`: the request, for one that is still to be
-    run, behind those of a lower `priority`. Raises `sqlite3.Error`."""
+    run, behind those of a lower `priority`. `most`: how many may wait with it. Raises
+    `BadRequest`, `sqlite3.Error`."""
     now, previous = store.now(), response["previous_response_id"]
     row = response["id"], previous, now + KEPT, line is not None, priority
     with store.change() as db:
         db.execute("delete from responses where not waits and expires<=?", (now,))
+        if most is not None:
+            [n] = db.execute("select count(*) from responses where waits").fetchone()
+            if n >= most:
+                why = f"{n:,} responses wait in the background, and this server takes {most:,}"
+                raise BadRequest(f"{why}: ask again later", "rate_limit_exceeded")
         db.execute(
             """insert into responses(id, previous, expires, waits, priority, response, items, line)
             values (?, ?, ?, ?, ?, ?, ?, ?)""",
@@ -227,15 +234,20 @@ class ResponseRunner:
 
 # %% ../../nbs/7_serve/kept.ipynb #72e88e1c
 def create_response(
-    runner: ResponseRunner, asked: ResponseRequest, model: str, name: str | None = None
+    runner: ResponseRunner,
+    asked: ResponseRequest,
+    model: str,
+    name: str | None = None,
+    most: int | None = None,
 ) -> dict[str, Any]:
     """Let `asked` run in the background: its response, which is queued. `model`: what to call the
-    model; `name`: makes its id. Raises `sqlite3.Error`."""
+    model; `name`: makes its id; `most`: how many responses may wait. Raises `BadRequest`,
+    `sqlite3.Error`."""
     wanted = asked.wanted
     head = response_head(wanted, asked.params, name or secrets.token_hex(12), model, True)
     response = head | dict(status="queued")
     line = line_of(asked, response["id"])
-    keep_response(runner.store, response, wanted.items, line, asked.priority)
+    keep_response(runner.store, response, wanted.items, line, asked.priority, most)
     runner.wake()
     return response
 
