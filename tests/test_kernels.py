@@ -96,6 +96,16 @@ def test_products_of_bytes(kernels, dtype):
             assert torch.equal(alone, got[-1:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_in_bytes_is_the_same_in_blocks_of_any_size(kernels, dtype):
+    x, scales, bias = drawn(40, 64, dtype=dtype), torch.rand(70), torch.randn(70)
+    w = pack_bytes(torch.randint(-127, 128, (70, 64)).to(torch.int8))
+    alone = [kernels.bytes_product(row[None], w, scales, bias, 64) for row in x]
+    for M in range(2, 41):
+        got = kernels.bytes_product(x[:M], w, scales, bias, 64)
+        assert torch.equal(got, torch.cat(alone[:M])), M
+
+
 def compiler_knows(macro):
     "Whether the compiler, making code for this processor, defines `macro`."
     command = [find_compiler(), "-march=native", "-dM", "-E", "-x", "c", os.devnull]
@@ -389,7 +399,7 @@ def test_both_sides_take_the_same(kernels):
 
 
 @pytest.mark.parametrize(
-    "flags", [["-msse2", "-Wno-psabi"], ["-mavx2", "-mfma"], ["-march=native", "-mno-amx-bf16"]]
+    "flags", [["-msse2", "-Wno-psabi"], ["-mavx2", "-mfma"], ["-march=native", "-mno-amx-int8"]]
 )
 def test_other_processors(kernels, flags, tmp_path, monkeypatch):
     "What is compiled for a processor without AVX, as for ARM, for one with AVX2, and for one without a matrix unit, computes right here."
@@ -402,6 +412,8 @@ def test_other_processors(kernels, flags, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "FLAGS", (*usual, *flags))
     kernels = Kernels(build(SOURCE))
     check_kernels(kernels)
+    for dtype in DTYPES:
+        test_a_row_in_bytes_is_the_same_in_blocks_of_any_size(kernels, dtype)
     for arch in ("llama", "gemma2", "cohere"):
         for dtype in DTYPES:
             if (arch, dtype) == ("gemma2", torch.bfloat16):

@@ -611,6 +611,8 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     """What `c` starts with: its options, and the model in the form that it reads, written now if
     need be. Raises `Unavailable`, `ModelError`."""
     own: dict[str, Any] = s.settings | dict(options=dict(c.options))
+    if "weights" in c.options and c.package != "batchlab":
+        raise Unavailable("weights= is an option of batchlab alone: leave it out")
     if c.gguf and ("quantization" in c.options or not own["gguf"]):
         kind = own["options"].pop("quantization", c.gguf)
         own["gguf"] = str(gguf_of(own["model"], s.forms, kind))

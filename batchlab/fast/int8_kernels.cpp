@@ -121,18 +121,31 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
         for (int j = 0; j < NV; j++) memcpy(sums + i * NR + j * W, &s[i][j], sizeof(vi));
 }
 
+static inline vf multiply_add(vf a, vf b, vf c) {  // never left to the compiler: a row's bits would depend on its block
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+    vf s;
+    for (int i = 0; i < W; i++) s[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return s;
+#else
+    return a * b + c;
+#endif
+}
 template <class T>  // sums of m rows, of which r is the first, for panel p
 static auto scaling(const float* steps, const float* scales, const float* bias, T* out, i64 N) {
     return [=](const int32_t* sums, i64 m, i64 r, i64 p) {
         const i64 c = p * NR, at = c % N, n = std::min<i64>(NR, N - at);
         for (int j = 0; j < n; j += W) {
             const int some = std::min<i64>(W, n - j);
-            const vf scale = part(scales + c + j, some), more = bias ? part(bias + c + j, some) : vf{};
+            const vf scale = part(scales + c + j, some), more = bias ? part(bias + c + j, some) : all(-0.f);  // x - 0 is x
             for (i64 i = 0; i < m; i++) {
                 vi v;
                 memcpy(&v, sums + i * NR + j, sizeof v);
-                const vf f = __builtin_convertvector(v, vf) * scale * steps[r + i];
-                part_store(out + (r + i) * N + at + j, bias ? f + more : f, some);
+                const vf f = multiply_add(__builtin_convertvector(v, vf) * scale, all(steps[r + i]), more);
+                part_store(out + (r + i) * N + at + j, f, some);
             }
         }
     };
@@ -163,7 +176,7 @@ static void bytes_product(const uint8_t* bytes, const float* steps, const int8_t
 template <class T>
 static void bytes_product(const T* x, const int8_t* w, const int32_t* start, const float* scales, const float* bias, T* out,
                           i64 M, i64 N, i64 K, i64 B) {
-    std::vector<uint8_t> bytes(M * K), packed(M > 1 ? M * K : 0);
+    std::vector<uint8_t> bytes(M * K), packed(M > 1 && !has_tiles() ? M * K : 0);
     std::vector<float> steps(M);
 #pragma omp parallel if (M * N * K > 100000)
     {

@@ -1,4 +1,6 @@
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+// Products on a matrix unit (AMX): a part of packed.cpp. Made from the cells of nbs/4_fast/28_matrix_unit.ipynb by .ci/cpp: edit
+// the notebook.
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && defined(__linux__)
 #define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -125,6 +127,7 @@ static void tile_panel(const T* x, const B* b, const Sum<T>* start, i64 M, i64 K
 namespace shared {
 template <class T, class B, class F>  // make(p): the first sums of panel p, and what puts its sums
 static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, F make) {
+    if (!M) return;
     const i64 panels = (N + NR - 1) / NR, blocks = Blocks<2 * TR>(M).n;
     const i64 kept = std::max<i64>(1, (1 << 20) / (2 * TR * K * sizeof(T)));
     const i64 parts = std::max((blocks + kept - 1) / kept, std::clamp<i64>(4 * omp_get_num_threads() / panels, 1, blocks));

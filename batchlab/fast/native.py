@@ -286,7 +286,7 @@ class PackingKernels:
         self.calls = _Calls(library)
         # what this thread calls runs on so many
         self.set_threads: Callable[[int], None] = library.set_threads
-        self.tiles = bool(library.has_tiles())  # whether a matrix unit multiplies bf16
+        self.tiles = bool(library.has_tiles())  # whether a matrix unit multiplies bf16 and bytes
 
     def quantize(self, x: torch.Tensor, block: int, top: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of `x` `[T, K]`, mixed in blocks of 16, 32 or 64 (1: not), as uint8 with a scale

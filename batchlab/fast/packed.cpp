@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 #include <omp.h>
-#if defined(__AVX512F__) || defined(__AVXVNNI__)
+#if defined(__AVX512F__) || defined(__AVXVNNI__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 #ifdef __AVX512F__

@@ -249,6 +249,7 @@ static void quads_tiles(const Rounded& x, const Panel& panel, const T* bias, T* 
     const auto* from = (const uint8_t*)panel.at;
     own.resize(K * NR);
     spread_panel(from, f, K, own.data());
+    asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
     for (i64 q = first; q < last; q++) {
         const i64 r = q * blocks.each;
         const int m = std::min(blocks.each, M - r), shape = m << 8 | f.group;
