@@ -73,6 +73,8 @@ def drawn_params(rng, structured=True):
         dict(temperature=0.9, seed=seed, top_k=20, n=2),
         dict(temperature=0, frequency_penalty=0.8, presence_penalty=0.3),
         dict(temperature=1, seed=seed, repetition_penalty=1.3, min_tokens=min(n, 4)),
+        dict(temperature=0, min_tokens=min(n, 4), stop_token_ids=[*range(3, 200)]),
+        dict(temperature=1, seed=seed, min_tokens=min(n, 5), stop_token_ids=[*range(3, 200)]),
         dict(temperature=0, bad_words=[[5, 6], [7]], logit_bias={9: 2.0}),
         dict(temperature=1, seed=seed, stop=["e", "th"], logprobs=0),
         dict(temperature=0, stop_token_ids=[*range(40, 60)], logprobs=1),
@@ -143,6 +145,25 @@ def test_all_that_is_seen_is_the_same(arch, way, dtype):
                 assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
         n, wrong = drafted(llm)
         assert 0 < wrong < n, (n, wrong)
+
+
+@pytest.mark.parametrize("more", [dict(temperature=0), dict(temperature=1, seed=3)])
+def test_rows_that_are_steered_at_first(more):
+    "Right drafts for rows that may not end yet, alone and among others."
+    llm = LLM(tiny_model("llama", seed=1), tiny_tokenizer(), compile=False)
+    ends = dict(stop_token_ids=[*range(3, 200)], max_tokens=12)
+    params = [SamplingParams(**more, min_tokens=k, **ends) for k in range(9)]
+    prompts = [[7, 8, 9, 10 + k] for k in range(9)]
+    want = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    for some in ([4], [*range(9)], [*range(8, -1, -1)]):
+        known = {tuple(prompts[i]): want[i] for i in some}
+        drafting = LLM(llm.model, llm.tokenizer, compile=False, speculation="lookup")
+        drafting.proposer.draft_ids = lambda r, most: known[tuple(r.prompt_ids)][
+            len(r.output_ids) :
+        ][:most]
+        got = drafting.generate([prompts[i] for i in some], [params[i] for i in some])
+        assert [o.outputs[0].token_ids for o in got] == [want[i] for i in some]
+        assert drafting.stats().accepted_tokens > 0
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3_moe", "gemma2", "gpt_oss"])

@@ -198,12 +198,12 @@ class _Due:
 def sample_due(due: Sequence[_Due], logits: Tensor) -> None:
     """Give each of `due` its tokens: the next one, and one more for each draft that was right.
 
-    A row that nothing it writes steers samples at all its positions at once. Any other samples at
-    one after the other, as it does without drafts."""
+    A row that nothing it writes steers samples at all its positions at once, in the first round.
+    Any other samples at one after the other, as it does without drafts."""
     while due:
         rows = [d.sampling for d in due]
         counts = [
-            1 + len(d.row.draft_ids) if d.row.draft_ids and is_plain(row) else 1
+            1 if d.out.token_ids or not is_plain(row) else 1 + len(d.row.draft_ids)
             for d, row in zip(due, rows)
         ]
         drawn = [row.foresee(n) if n > 1 else [] for row, n in zip(rows, counts)]

@@ -261,8 +261,10 @@ class Lookup(Guesses):
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0038
 def exact_tokens(llm: LoadedModel) -> bool:
-    "Whether the tokens of `llm` do not depend on how many positions a step has."
-    cpu_fp32 = llm.model.dtype.itemsize >= 4 and llm.device.type == "cpu"
+    """Whether the tokens of `llm` do not depend on how many positions a step has. In fp32 on a CPU
+    log probabilities may do so in their last bits."""
+    plain = llm.model.dtype.itemsize >= 4 and llm.quantization is None
+    cpu_fp32 = plain and llm.device.type == "cpu"
     return bool(llm.shapes) and (llm.backend.batch_invariant or cpu_fp32)
 
 
