@@ -106,6 +106,7 @@ class ResponseBody(Body):
     stream_options: Any = None  # which pad events to hide their lengths
     service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast"] = "auto"
     metadata: Metadata = {}
+    client_metadata: Any = None  # Codex says here who asks
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -398,10 +399,8 @@ def format_shown(form: Form | None) -> dict[str, Any]:
     "The form of the text, as a response has it."
     if form is None or form.type != "json_schema":
         return dict(type=form.type if form else "text")
-    shown = form.model_dump(by_alias=True)
-    if form.description is None:
-        del shown["description"]  # which the published form has not as null
-    return shown
+    unsaid = {"description"} if form.description is None else set[str]()  # null is not published
+    return form.model_dump(by_alias=True, exclude=unsaid)
 
 
 def response_head(
