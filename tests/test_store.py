@@ -12,6 +12,7 @@ import torch
 from batchlab import LLM, AsyncLLM, LoRARequest
 from batchlab.core.batch import make_batch
 from batchlab.core.blocks import BlockPool, Hit
+from batchlab.core.cache import KVCache
 from batchlab.core.request import Request
 from batchlab.core.scheduler import Scheduler
 from batchlab.errors import ParamError
@@ -434,6 +435,59 @@ def test_a_name_with_other_tokens_is_not_believed(tmp_path):
     assert files.write(b"n" * 16, [1, 2], b"data")
     assert files.read(b"n" * 16, [1, 2]) == b"data"
     assert files.read(b"n" * 16, [1, 3]) is None and not files.has(b"n" * 16)
+
+
+def test_a_file_that_can_not_be_read_stays_and_no_file_is_held_open(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, bytes(32), 10**6)
+    assert files.write(b"n" * 16, [1, 2], b"data")
+    data = files.read(b"n" * 16, [1, 2])
+    path = files.path(b"n" * 16)
+    path.write_bytes(b"")  # what was read does not change with the file
+    assert data == b"data" and files.read(b"n" * 16, [1, 2]) is None and not path.exists()
+    assert files.write(b"n" * 16, [1, 2], b"data")
+
+    def fails(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as m:
+        m.setattr("builtins.open", fails)
+        assert files.read(b"n" * 16, [1, 2]) is None
+    assert files.read(b"n" * 16, [1, 2]) == b"data"
+
+
+def test_a_disk_that_is_full_at_the_start_can_be_read(tmp_path, monkeypatch):
+    assert BlockFiles(tmp_path, bytes(32), 10**6).write(b"n" * 16, [1], b"data")
+
+    def full(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(kvfiles, "write_whole", full)
+    assert BlockFiles(tmp_path, bytes(32), 10**6).read(b"n" * 16, [1]) == b"data"
+
+
+def test_room_is_made_for_more_than_one_file_and_only_what_went_counts(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, bytes(32), 64_000)
+    for i in range(200):
+        assert files.write(bytes([i]) * 16, [i], bytes(500))
+    room = files.room
+    room.make(60_001 - room.total - room.since)  # a byte too many
+    assert room.total <= room.limit * 7 // 8
+    there = room.total
+
+    def stays(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", stays)
+    assert not room.make(60_001 - there) and room.total == sum(f.nbytes for f in stored(tmp_path))
+
+
+def test_blocks_that_are_loaded_count_as_used_though_no_row_has_them():
+    cache = KVCache([(1, 4, 4)], 8, block_size=2)
+    batch = SimpleNamespace(block_table=[[0]], loads=[(None, 5)])
+    cache.use(batch)
+    assert cache.num_used == 6
+    with pytest.raises(MemoryError):
+        cache.use(SimpleNamespace(block_table=[], loads=[(None, 8)]))
 
 
 def test_a_full_disk_costs_a_line_and_no_answer(model, tmp_path, monkeypatch, caplog):
