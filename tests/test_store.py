@@ -633,7 +633,6 @@ def test_workers_of_ray_get_the_folder_wherever_they_run(monkeypatch, tmp_path):
     assert ray.portable(dict(prefix_store="here"))["prefix_store"] == str(tmp_path / "here")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_another(tmp_path):
     class Broken:
         root = tmp_path
@@ -641,7 +640,7 @@ def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_anoth
         def write(self, *_):
             raise ZeroDivisionError
 
-    writer = store_module.BlockWriter(Broken())
+    writer = store_module.BlockFlush(Broken())
     some = store_module.Waiting(b"n" * 16, [1], torch.zeros(4, dtype=torch.uint8))
     writer.add(some)
     until(lambda: not writer.names and writer.thread is None)
@@ -649,6 +648,111 @@ def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_anoth
     writer.add(some)
     writer.flush()
     assert writer.stored == 1 and writer.files.has(b"n" * 16)
+
+
+def test_names_of_blocks_that_were_not_written_are_given_free(tmp_path):
+    class Killed:
+        root = tmp_path
+
+        def write(self, *_):
+            raise KeyboardInterrupt
+
+    writer = store_module.BlockFlush(Killed())
+    for i in range(3):
+        name = bytes([i]) * 16
+        writer.queue.append(store_module.Waiting(name, [1], torch.zeros(4, dtype=torch.uint8)))
+        writer.names.add(name)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write_queue()
+    assert not writer.names
+
+
+def test_a_store_that_fails_costs_the_cache_and_no_answer(model, tmp_path, monkeypatch, caplog):
+    ps = prompts(15, 3)
+    llm = opened(model, tmp_path)
+    answers(llm, ps)
+    llm.close()
+
+    def fails(*_):
+        raise MemoryError("no room")
+
+    llm = flat(opened(model, tmp_path, kv_cache_bytes=10 * 64 * 512))
+    monkeypatch.setattr(BlockFiles, "read", fails)
+    monkeypatch.setattr(BlockFiles, "has", lambda self, name: self.path(name).exists())
+    monkeypatch.setattr(BlockFiles, "touch", fails)
+    monkeypatch.setattr(kvfiles.FileRoom, "make", fails)
+    assert answers(llm, ps) == [generated(model, p, 8) for p in ps]
+    llm.close()
+    said = [r for r in caplog.records if "lost a block" in r.getMessage()]
+    assert len(said) == 1 and llm.stats().lost_blocks and not llm.stats().loaded_blocks
+
+
+def test_weights_that_change_unseen_take_with_them_what_was_written_since(model, tmp_path, caplog):
+    mine = copy.deepcopy(model)
+    watch = store_module.WeightWatch(mine)
+    writer = store_module.BlockFlush(BlockFiles(tmp_path, bytes(32), 10**6), watch)
+    block = lambda i: store_module.Waiting(bytes([i]) * 16, [1], torch.zeros(4).view(torch.uint8))
+    writer.write(block(1))
+    writer.confirm()
+    mine.model.layers[0].mlp.up_proj.weight.data[5, 7] += 3.0
+    assert watch.quick() and not watch.whole()
+    writer.write(block(2))
+    writer.confirm_rarely()  # not yet
+    writer.next_look = 0.0
+    writer.confirm_rarely()
+    assert writer.off and blocks_of(tmp_path) == 1 and "weights have changed" in caplog.text
+    with torch.no_grad():
+        mine.model.layers[0].mlp.up_proj.weight[5, 7] += 1  # torch counts this one
+    assert not watch.quick()
+
+
+def test_a_look_at_the_weights_that_fails_turns_the_store_off(model, tmp_path, caplog):
+    watch = store_module.WeightWatch(model)
+    watch.seen = None
+    writer = store_module.BlockFlush(BlockFiles(tmp_path, bytes(32), 10**6), watch)
+    writer.check()
+    assert writer.off and "can't be looked at" in caplog.text
+
+
+def test_what_one_step_loads_is_limited(model, tmp_path, monkeypatch):
+    rng = random.Random(16)
+    ps = [[rng.randrange(3, 250) for _ in range(200)] for _ in range(4)]
+    llm = opened(model, tmp_path)
+    answers(llm, ps)
+    llm.close()
+    monkeypatch.setattr(store_module, "LOADS", 1)
+    llm, seen = flat(opened(model, tmp_path)), []
+    real = Scheduler.schedule
+
+    def schedule(self):
+        plan = real(self)
+        seen.append(len(plan.loads))
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    assert answers(llm, ps) == [generated(model, p, 8) for p in ps]
+    assert [n for n in seen if n] == [3] * 4  # one prompt a step
+
+
+def test_a_model_in_4_bits_without_kernels_keeps_its_store(tmp_path, caplog):
+    file, store = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "store"
+    text = "the beginning that both of them have in common, word for word, and it is long " * 2
+    for _ in range(2):
+        llm = LLM(str(file), compile=False, prefix_store=store)
+        flat(llm)
+        llm.generate([text + "a"], greedy(4), use_tqdm=False)
+        llm.close()
+    assert llm.stats().loaded_blocks and "the prefix store is off" not in caplog.text
+
+
+def test_a_config_that_changes_leaves_the_store_of_a_packed_model(tmp_path, caplog):
+    llm = LLM(str(tiny_gguf(tmp_path / "tiny.gguf")), prefix_store=tmp_path / "store")
+    if not llm.engines.packed:
+        pytest.skip("this machine has no kernels")
+    assert llm.engines.store is not None
+    llm.model.config.rms_norm_eps = 0.5
+    llm.engines.begin()
+    assert llm.engines.store is None and "config has changed" in caplog.text
 
 
 def test_a_server_that_is_shut_down_keeps_its_prefixes(model, tmp_path):

@@ -203,20 +203,23 @@ class BlockFiles:
             when = time.time_ns() if when is None else when
             os.utime(self.path(name), ns=(when, when))
 
+    def remove(self, name: bytes) -> None:
+        "Remove block `name`, if it is there."
+        with contextlib.suppress(OSError):
+            self.path(name).unlink()
+
     def read(self, name: bytes, ids: Sequence[int]) -> memoryview | None:
         """The bytes of block `name`, with tokens `ids`, or None. What was read and is no block is
         removed; a file that can't be read stays."""
-        path = self.path(name)
         try:
-            with open(path, "rb", buffering=0) as f:
+            with open(self.path(name), "rb", buffering=0) as f:
                 file = bytearray(os.fstat(f.fileno()).st_size)
                 n = f.readinto(file)
         except OSError:
             return None
         data = decode(memoryview(file)[:n], self.world, name, ids)
         if data is None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            self.remove(name)
         return data
 
     def write(self, name: bytes, ids: Sequence[int], data: bytes | memoryview) -> bool:
