@@ -15,7 +15,7 @@ from batchlab.core.blocks import BlockPool, Hit
 from batchlab.core.cache import KVCache
 from batchlab.core.request import Request
 from batchlab.core.scheduler import Scheduler
-from batchlab.errors import ParamError
+from batchlab.errors import ParamError, Unavailable
 from batchlab.llm import kvfiles
 from batchlab.llm import store as store_module
 from batchlab.llm.kvfiles import BlockFiles, clear_store, stored, worlds
@@ -753,6 +753,48 @@ def test_a_config_that_changes_leaves_the_store_of_a_packed_model(tmp_path, capl
     llm.model.config.rms_norm_eps = 0.5
     llm.engines.begin()
     assert llm.engines.store is None and "config has changed" in caplog.text
+
+
+def test_a_forward_that_was_replaced_is_another_world(model, monkeypatch):
+    kind, before = type(model.model.layers[0].mlp), facts_of_model(model)["code"]
+    real = kind.forward
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x))
+
+    def captured(self, x):
+        return real(self, x)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    assert facts_of_model(model)["code"] != before
+    monkeypatch.setattr(kind, "forward", captured)
+    with pytest.raises(Unavailable, match="closure"):
+        facts_of_model(model)
+
+
+def test_what_a_module_of_ones_own_has_counts_or_there_is_no_store(model):
+    class Own(type(model.model.layers[0].mlp)):
+        pass
+
+    other = copy.deepcopy(model)
+    mlp = other.model.layers[0].mlp
+    mlp.__class__, mlp.scale = Own, torch.ones(3)
+    one = facts_of_model(other)["code"]
+    mlp.scale = torch.zeros(3)
+    assert facts_of_model(other)["code"] != one
+    mlp.scale = SimpleNamespace(by=2)
+    with pytest.raises(Unavailable, match="SimpleNamespace"):
+        facts_of_model(other)
+
+
+def test_settings_of_torch_that_change_turn_the_store_off(model, tmp_path, caplog):
+    llm = opened(model, tmp_path)
+    try:
+        torch.use_deterministic_algorithms(True)
+        llm.engines.begin()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert llm.engines.store.off and "settings of torch" in caplog.text
 
 
 def test_a_server_that_is_shut_down_keeps_its_prefixes(model, tmp_path):

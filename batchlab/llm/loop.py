@@ -504,7 +504,7 @@ def keep_blocks(engines: EngineKinds) -> None:
 def look_at_store(store: PrefixStore | None) -> None:
     "While nobody runs, see whether what `store` depends on is as it was."
     if store is not None:
-        store.confirm_rarely()
+        store.look()
 
 
 def leave_store(engines: EngineKinds, state: dict[str, int]) -> None:

@@ -5,11 +5,12 @@
 # %% ../../nbs/2_core/store.ipynb #bc3ca1fc
 from __future__ import annotations
 
-import hashlib, inspect, json, logging, os, platform, threading, time, weakref
+import hashlib, inspect, json, logging, os, platform, threading, time, types, weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,9 @@ DEFAULT_BYTES = 10 * 10**9  # that a store may take
 
 # %% auto #0
 __all__ = ['log', 'DEFAULT_BYTES', 'QUEUE', 'LOADS', 'weights_fingerprint', 'WeightWatch', 'code_of', 'own_code',
-           'facts_of_model', 'facts_of_machine', 'facts_of_backend', 'world_of', 'Costs', 'Waiting', 'WriteQueue',
-           'QueueThread', 'BlockWriter', 'BlockFlush', 'Loaded', 'BlockReader', 'BlockKeeper', 'PrefixStore',
-           'StoreOptions', 'check_store', 'open_store']
+           'facts_of_model', 'precision', 'facts_of_machine', 'facts_of_backend', 'world_of', 'Costs', 'Waiting',
+           'WriteQueue', 'QueueThread', 'BlockWriter', 'BlockFlush', 'Loaded', 'BlockReader', 'BlockKeeper',
+           'PrefixStore', 'StoreOptions', 'check_store', 'open_store']
 
 # %% ../../nbs/2_core/store.ipynb #241f2f3c
 _PIECE = 2**23
@@ -122,28 +123,75 @@ class WeightWatch:
 
 # %% ../../nbs/2_core/store.ipynb #dc1d2bf5
 _OFTEN = {"warnings_issued", "name_or_path", "max_seq_len_cached", "training"}  # change by running
+_KNOWN = "torch.", "transformers.", "batchlab."  # known by their versions, or by `own_code`
 
 
-def _words(x: Any) -> Any:
-    "`x` as something that JSON takes, the same in each process: what is no number or text by its type's name."
+def _code(code: types.CodeType) -> str:
+    "What `code` does, the same in each process."
+    parts = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, parts))
+
+
+def _function(f: types.FunctionType) -> str:
+    "What function `f` does. Raises `Unavailable` if it depends on more than its code."
+    if f.__closure__:
+        raise Unavailable(f"{f.__qualname__} has a closure, and what is in it can't be known")
+    return repr((f.__qualname__, _code(f.__code__), _words(f.__defaults__ or (), True)))
+
+
+def _tensor(x: torch.Tensor) -> str:
+    if x.device.type == "meta":
+        raise Unavailable("a tensor of a module is not in memory")
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(x.shape)} {x.dtype} {_sha(flat).hex()}"
+
+
+def _words(x: Any, strict: bool = False) -> Any:
+    """`x` as something that JSON takes, the same in each process: what is no number or text by its
+    type's name. `strict`: then raise `Unavailable` instead, where there may be more to it."""
     if isinstance(x, (bool, int, float, str, type(None))):
         return x
     if isinstance(x, (list, tuple)):
-        return [_words(y) for y in x]
+        return [_words(y, strict) for y in x]
     if isinstance(x, (set, frozenset)):
-        return sorted(map(str, x))
+        return sorted(str(_words(y, strict)) for y in x)
     if isinstance(x, dict):
-        return {str(k): _words(v) for k, v in x.items()}
+        return {str(k): _words(v, strict) for k, v in x.items()}
+    if isinstance(x, torch.Tensor):
+        return _tensor(x)
+    if strict and isinstance(x, types.FunctionType) and not x.__module__.startswith(_KNOWN):
+        return _function(x)
+    plain = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, Enum)
+    if strict and not isinstance(x, plain) and not type(x).__module__.startswith(_KNOWN):
+        raise Unavailable(
+            f"a module has a {type(x).__qualname__}, and what is in it can't be known"
+        )
+    if isinstance(x, (torch.dtype, torch.device, Enum)):
+        return str(x)
     return getattr(x, "__qualname__", type(x).__qualname__)
 
-
+# %% ../../nbs/2_core/store.ipynb #d20b0b25
 def _settings(m: torch.nn.Module) -> dict[str, Any]:
     own = {k: v for k, v in m.__dict__.items() if not k.startswith("_") and k not in _OFTEN}
-    return {k: _words(v) for k, v in own.items() if k not in ("config", "generation_config")}
+    strict = not type(m).__module__.startswith(_KNOWN)
+    left = "config", "generation_config"
+    return {k: _words(v, strict) for k, v in own.items() if k not in left}
 
 
 def _hooked(m: torch.nn.Module) -> bool:
     return bool(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
+
+
+def _patched(kind: type) -> str:
+    "The code of the `forward` of class `kind`, if it isn't that of its file; else ''."
+    owner = next((c for c in kind.__mro__ if "forward" in c.__dict__), kind)
+    forward = owner.__dict__.get("forward")
+    if getattr(forward, "__module__", None) == owner.__module__:
+        return ""
+    f = inspect.unwrap(forward) if callable(forward) else forward
+    if not isinstance(f, types.FunctionType):
+        raise Unavailable(f"the forward of {owner.__qualname__} was replaced by no function")
+    return _function(f)
 
 
 def code_of(model: PreTrainedModel) -> str:
@@ -158,7 +206,7 @@ def code_of(model: PreTrainedModel) -> str:
         if _hooked(m):
             raise Unavailable(f"{name or 'the model'} has a hook, and what it does can't be known")
         kind = type(m)
-        about = (name, kind.__module__, kind.__qualname__, _settings(m))
+        about = (name, kind.__module__, kind.__qualname__, _settings(m), _patched(kind))
         whole.update(json.dumps(about, sort_keys=True, default=str).encode())
         if kind.__module__ in seen or kind.__module__.startswith("torch."):
             continue  # torch is known by its version
@@ -169,14 +217,16 @@ def code_of(model: PreTrainedModel) -> str:
             raise Unavailable(f"the code of {kind.__qualname__} is in no file") from e
     return whole.hexdigest()
 
-
+# %% ../../nbs/2_core/store.ipynb #cf153313
 def own_code() -> str:
     "64 hex digits of batchlab's code that computes, the C++ included."
-    whole = hashlib.sha256()
+    whole, root = hashlib.sha256(), files("batchlab")
     for floor in ("core", "fast", "models"):
-        for file in sorted(files("batchlab").joinpath(floor).iterdir(), key=lambda f: f.name):
+        for file in sorted(root.joinpath(floor).iterdir(), key=lambda f: f.name):
             if file.name.endswith((".py", ".cpp")):
                 whole.update(file.name.encode() + file.read_bytes())
+    for name in ("tasks/lora.py", "llm/config.py"):
+        whole.update(name.encode() + root.joinpath(name).read_bytes())
     return whole.hexdigest()
 
 # %% ../../nbs/2_core/store.ipynb #9df62ab4
@@ -195,6 +245,17 @@ def facts_of_model(model: PreTrainedModel) -> dict[str, Any]:
     )
 
 
+def precision() -> list[Any]:
+    "The settings of torch that bits depend on."
+    return [
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+
+
 def facts_of_machine(device: torch.device) -> dict[str, Any]:
     "What bits depend on besides the model: versions, the processor or GPU, and settings of torch."
     cuda = device.type == "cuda"
@@ -205,13 +266,7 @@ def facts_of_machine(device: torch.device) -> dict[str, Any]:
         versions=[torch.__version__, transformers.__version__, torch.version.cuda],
         processor=[platform.machine(), cpu_name(), sorted(processor_flags())],
         device=torch.cuda.get_device_name(device) if cuda else device.type,
-        precision=[
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-            torch.backends.mkldnn.enabled,
-            torch.are_deterministic_algorithms_enabled(),
-        ],
+        precision=precision(),
     )
 
 
@@ -530,6 +585,7 @@ class PrefixStore(BlockKeeper):
     blocks, and no request."""
 
     runner: PackedRunner | None = None
+    settings: list[Any] | None = None  # of torch, when it was opened
 
     def serve(self, pool: BlockPool, runner: PackedRunner) -> None:
         "Be the second tier of `pool`, whose blocks lie in the cache of `runner`."
@@ -556,6 +612,17 @@ class PrefixStore(BlockKeeper):
             self._put(block, cache, name, list(about.token_ids))
         except Exception as e:
             self.fail(e)
+
+    def look(self) -> None:
+        "Turn off if torch is set to compute otherwise, or weights have changed: while nobody runs."
+        if self.settings is None:
+            self.settings = precision()
+        elif not self.off and self.settings != precision():
+            self.off = True
+            log.warning(
+                "the prefix store is off: settings of torch have changed since it was opened"
+            )
+        self.confirm_rarely()
 
     def keep(self, pool: BlockPool) -> None:
         """Write what is on its way, then what `pool` has that nobody holds, as far as there is room
@@ -635,7 +702,8 @@ def open_store(
         quantization=quantization or "",
     )
     files = BlockFiles(options.root, world, options.limit, about)
-    if fixed:
-        return PrefixStore(files)
     same = before is not None and before.quick()
-    return PrefixStore(files, WeightWatch(model, facts["weights"] if same else None))
+    watch = None if fixed else WeightWatch(model, facts["weights"] if same else None)
+    store = PrefixStore(files, watch)
+    store.settings = precision()
+    return store
