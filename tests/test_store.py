@@ -12,9 +12,10 @@ import torch
 from batchlab import LLM, AsyncLLM, LoRARequest
 from batchlab.core.batch import make_batch
 from batchlab.core.blocks import BlockPool, Hit
+from batchlab.core.cache import KVCache
 from batchlab.core.request import Request
 from batchlab.core.scheduler import Scheduler
-from batchlab.errors import ParamError
+from batchlab.errors import ParamError, Unavailable
 from batchlab.llm import kvfiles
 from batchlab.llm import store as store_module
 from batchlab.llm.kvfiles import BlockFiles, clear_store, stored, worlds
@@ -436,6 +437,59 @@ def test_a_name_with_other_tokens_is_not_believed(tmp_path):
     assert files.read(b"n" * 16, [1, 3]) is None and not files.has(b"n" * 16)
 
 
+def test_a_file_that_can_not_be_read_stays_and_no_file_is_held_open(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, bytes(32), 10**6)
+    assert files.write(b"n" * 16, [1, 2], b"data")
+    data = files.read(b"n" * 16, [1, 2])
+    path = files.path(b"n" * 16)
+    path.write_bytes(b"")  # what was read does not change with the file
+    assert data == b"data" and files.read(b"n" * 16, [1, 2]) is None and not path.exists()
+    assert files.write(b"n" * 16, [1, 2], b"data")
+
+    def fails(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as m:
+        m.setattr("builtins.open", fails)
+        assert files.read(b"n" * 16, [1, 2]) is None
+    assert files.read(b"n" * 16, [1, 2]) == b"data"
+
+
+def test_a_disk_that_is_full_at_the_start_can_be_read(tmp_path, monkeypatch):
+    assert BlockFiles(tmp_path, bytes(32), 10**6).write(b"n" * 16, [1], b"data")
+
+    def full(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(kvfiles, "write_whole", full)
+    assert BlockFiles(tmp_path, bytes(32), 10**6).read(b"n" * 16, [1]) == b"data"
+
+
+def test_room_is_made_for_more_than_one_file_and_only_what_went_counts(tmp_path, monkeypatch):
+    files = BlockFiles(tmp_path, bytes(32), 64_000)
+    for i in range(200):
+        assert files.write(bytes([i]) * 16, [i], bytes(500))
+    room = files.room
+    room.make(60_001 - room.total - room.since)  # a byte too many
+    assert room.total <= room.limit * 7 // 8
+    there = room.total
+
+    def stays(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", stays)
+    assert not room.make(60_001 - there) and room.total == sum(f.nbytes for f in stored(tmp_path))
+
+
+def test_blocks_that_are_loaded_count_as_used_though_no_row_has_them():
+    cache = KVCache([(1, 4, 4)], 8, block_size=2)
+    batch = SimpleNamespace(block_table=[[0]], loads=[(None, 5)])
+    cache.use(batch)
+    assert cache.num_used == 6
+    with pytest.raises(MemoryError):
+        cache.use(SimpleNamespace(block_table=[], loads=[(None, 8)]))
+
+
 def test_a_full_disk_costs_a_line_and_no_answer(model, tmp_path, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -579,7 +633,6 @@ def test_workers_of_ray_get_the_folder_wherever_they_run(monkeypatch, tmp_path):
     assert ray.portable(dict(prefix_store="here"))["prefix_store"] == str(tmp_path / "here")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_another(tmp_path):
     class Broken:
         root = tmp_path
@@ -587,7 +640,7 @@ def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_anoth
         def write(self, *_):
             raise ZeroDivisionError
 
-    writer = store_module.BlockWriter(Broken())
+    writer = store_module.BlockFlush(Broken())
     some = store_module.Waiting(b"n" * 16, [1], torch.zeros(4, dtype=torch.uint8))
     writer.add(some)
     until(lambda: not writer.names and writer.thread is None)
@@ -595,6 +648,153 @@ def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_anoth
     writer.add(some)
     writer.flush()
     assert writer.stored == 1 and writer.files.has(b"n" * 16)
+
+
+def test_names_of_blocks_that_were_not_written_are_given_free(tmp_path):
+    class Killed:
+        root = tmp_path
+
+        def write(self, *_):
+            raise KeyboardInterrupt
+
+    writer = store_module.BlockFlush(Killed())
+    for i in range(3):
+        name = bytes([i]) * 16
+        writer.queue.append(store_module.Waiting(name, [1], torch.zeros(4, dtype=torch.uint8)))
+        writer.names.add(name)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write_queue()
+    assert not writer.names
+
+
+def test_a_store_that_fails_costs_the_cache_and_no_answer(model, tmp_path, monkeypatch, caplog):
+    ps = prompts(15, 3)
+    llm = opened(model, tmp_path)
+    answers(llm, ps)
+    llm.close()
+
+    def fails(*_):
+        raise MemoryError("no room")
+
+    llm = flat(opened(model, tmp_path, kv_cache_bytes=10 * 64 * 512))
+    monkeypatch.setattr(BlockFiles, "read", fails)
+    monkeypatch.setattr(BlockFiles, "has", lambda self, name: self.path(name).exists())
+    monkeypatch.setattr(BlockFiles, "touch", fails)
+    monkeypatch.setattr(kvfiles.FileRoom, "make", fails)
+    assert answers(llm, ps) == [generated(model, p, 8) for p in ps]
+    llm.close()
+    said = [r for r in caplog.records if "lost a block" in r.getMessage()]
+    assert len(said) == 1 and llm.stats().lost_blocks and not llm.stats().loaded_blocks
+
+
+def test_weights_that_change_unseen_take_with_them_what_was_written_since(model, tmp_path, caplog):
+    mine = copy.deepcopy(model)
+    watch = store_module.WeightWatch(mine)
+    writer = store_module.BlockFlush(BlockFiles(tmp_path, bytes(32), 10**6), watch)
+    block = lambda i: store_module.Waiting(bytes([i]) * 16, [1], torch.zeros(4).view(torch.uint8))
+    writer.write(block(1))
+    writer.confirm()
+    mine.model.layers[0].mlp.up_proj.weight.data[5, 7] += 3.0
+    assert watch.quick() and not watch.whole()
+    writer.write(block(2))
+    writer.confirm_rarely()  # not yet
+    writer.next_look = 0.0
+    writer.confirm_rarely()
+    assert writer.off and blocks_of(tmp_path) == 1 and "weights have changed" in caplog.text
+    with torch.no_grad():
+        mine.model.layers[0].mlp.up_proj.weight[5, 7] += 1  # torch counts this one
+    assert not watch.quick()
+
+
+def test_a_look_at_the_weights_that_fails_turns_the_store_off(model, tmp_path, caplog):
+    watch = store_module.WeightWatch(model)
+    watch.seen = None
+    writer = store_module.BlockFlush(BlockFiles(tmp_path, bytes(32), 10**6), watch)
+    writer.check()
+    assert writer.off and "can't be looked at" in caplog.text
+
+
+def test_what_one_step_loads_is_limited(model, tmp_path, monkeypatch):
+    rng = random.Random(16)
+    ps = [[rng.randrange(3, 250) for _ in range(200)] for _ in range(4)]
+    llm = opened(model, tmp_path)
+    answers(llm, ps)
+    llm.close()
+    monkeypatch.setattr(store_module, "LOADS", 1)
+    llm, seen = flat(opened(model, tmp_path)), []
+    real = Scheduler.schedule
+
+    def schedule(self):
+        plan = real(self)
+        seen.append(len(plan.loads))
+        return plan
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule)
+    assert answers(llm, ps) == [generated(model, p, 8) for p in ps]
+    assert [n for n in seen if n] == [3] * 4  # one prompt a step
+
+
+def test_a_model_in_4_bits_without_kernels_keeps_its_store(tmp_path, caplog):
+    file, store = tiny_gguf(tmp_path / "tiny.gguf"), tmp_path / "store"
+    text = "the beginning that both of them have in common, word for word, and it is long " * 2
+    for _ in range(2):
+        llm = LLM(str(file), compile=False, prefix_store=store)
+        flat(llm)
+        llm.generate([text + "a"], greedy(4), use_tqdm=False)
+        llm.close()
+    assert llm.stats().loaded_blocks and "the prefix store is off" not in caplog.text
+
+
+def test_a_config_that_changes_leaves_the_store_of_a_packed_model(tmp_path, caplog):
+    llm = LLM(str(tiny_gguf(tmp_path / "tiny.gguf")), prefix_store=tmp_path / "store")
+    if not llm.engines.packed:
+        pytest.skip("this machine has no kernels")
+    assert llm.engines.store is not None
+    llm.model.config.rms_norm_eps = 0.5
+    llm.engines.begin()
+    assert llm.engines.store is None and "config has changed" in caplog.text
+
+
+def test_a_forward_that_was_replaced_is_another_world(model, monkeypatch):
+    kind, before = type(model.model.layers[0].mlp), facts_of_model(model)["code"]
+    real = kind.forward
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x))
+
+    def captured(self, x):
+        return real(self, x)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    assert facts_of_model(model)["code"] != before
+    monkeypatch.setattr(kind, "forward", captured)
+    with pytest.raises(Unavailable, match="closure"):
+        facts_of_model(model)
+
+
+def test_what_a_module_of_ones_own_has_counts_or_there_is_no_store(model):
+    class Own(type(model.model.layers[0].mlp)):
+        pass
+
+    other = copy.deepcopy(model)
+    mlp = other.model.layers[0].mlp
+    mlp.__class__, mlp.scale = Own, torch.ones(3)
+    one = facts_of_model(other)["code"]
+    mlp.scale = torch.zeros(3)
+    assert facts_of_model(other)["code"] != one
+    mlp.scale = SimpleNamespace(by=2)
+    with pytest.raises(Unavailable, match="SimpleNamespace"):
+        facts_of_model(other)
+
+
+def test_settings_of_torch_that_change_turn_the_store_off(model, tmp_path, caplog):
+    llm = opened(model, tmp_path)
+    try:
+        torch.use_deterministic_algorithms(True)
+        llm.engines.begin()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert llm.engines.store.off and "settings of torch" in caplog.text
 
 
 def test_a_server_that_is_shut_down_keeps_its_prefixes(model, tmp_path):

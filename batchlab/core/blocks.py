@@ -366,7 +366,9 @@ class TieredBlocks(BlockRecords):
     none.
 
     `loading`: blocks that nothing lies in before the next step, each with what the tier has
-    for it."""
+    for it. `most_loads`: after how many of them a hit has to wait for another step."""
+
+    most_loads = 2**62
 
     def __init__(
         self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
@@ -415,6 +417,10 @@ class BlockLoads(TieredBlocks):
         at = (len(hit.blocks) + len(names)) * size
         n, source = self.index.longest(parent, list(ids[at : min(last, at + size)]))
         return Hit(hit.blocks, at + n, source, n, names)
+
+    def loads_enough(self, hit: Hit) -> bool:
+        "Whether what `hit` would load, besides what is loaded already, is too much for one step."
+        return bool(hit.stored) and len(self.loading) + len(hit.stored) > self.most_loads
 
     def _load(
         self, table: list[int], ids: Sequence[int], names: Sequence[bytes], root: bytes

@@ -126,7 +126,8 @@ class CacheMemory:
 
     def use(self, batch: Batch) -> None:
         "Note which blocks `batch` touches. Raises `MemoryError` if the cache has no such block."
-        top = max(map(max, filter(None, batch.block_table)), default=-1)
+        tables = [*batch.block_table, [block for _, block in batch.loads]]
+        top = max(map(max, filter(None, tables)), default=-1)
         if top >= self.num_blocks:
             raise MemoryError(
                 f"not enough memory for block {top} of the KV cache, which has {self.num_blocks}"

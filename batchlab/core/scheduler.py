@@ -338,6 +338,8 @@ class StepPlanner(StepDrafts):
             if worth_waiting(r, hit.num_tokens, chunk, coming):
                 passed += 1
                 continue
+            if plan.admitted and s.pool.loads_enough(hit):
+                break
             if not self.fits(r) or not self.make_room(r, hit):
                 break  # none overtakes what memory makes wait
             plan.copies += self.slots.enter(r, hit)

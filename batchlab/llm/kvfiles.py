@@ -5,7 +5,7 @@
 # %% ../../nbs/2_core/kvfiles.ipynb #415e19d8
 from __future__ import annotations
 
-import contextlib, hashlib, json, mmap, os, shutil, struct, tempfile, time, zlib
+import contextlib, hashlib, json, os, shutil, struct, tempfile, threading, time, zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -125,19 +125,24 @@ def clear_store(root: Path) -> list[World]:
 
 # %% ../../nbs/2_core/kvfiles.ipynb #9e3f9418
 class FileRoom:
-    "Keeps the blocks in store `root` within `limit` bytes together, whoever wrote them."
+    """Keeps the blocks in store `root` within `limit` bytes together, whoever wrote them. Any
+    thread may ask it."""
 
     def __init__(self, root: Path, limit: int) -> None:
         self.root, self.limit = root, limit
         self.total = self.since = 0  # bytes that were there, and that were written since then
         self.most = -1.0  # bytes that may be there; below 0: nobody has looked
+        self.lock = threading.Lock()
 
     def make(self, n: int) -> bool:
         "Make room for a file of `n` bytes, if need be by removing others; whether there is some."
-        if self.total + self.since + n > self.most or self.since > self.limit // 64:
-            self._look(n)
-        self.since += n
-        return n <= self.most
+        with self.lock:
+            if self.total + self.since + n > self.most or self.since > self.limit // 64:
+                self._look(n)
+            if self.total + self.since + n > self.most:
+                return False
+            self.since += n
+            return True
 
     def _look(self, n: int) -> None:
         remove_unfinished(self.root)
@@ -145,12 +150,14 @@ class FileRoom:
         self.total, self.since = sum(f.nbytes for f in files), 0
         free = shutil.disk_usage(self.root).free
         self.most = min(max(self.limit * 15 // 16, min(n, self.limit)), self.total + free // 2)
-        for f in files if n <= self.most else []:
-            if self.total + n <= self.most:
+        if n > self.most or self.total + n <= self.most:
+            return
+        for f in files:  # more than one file's worth, as looking takes long
+            if self.total + n <= min(self.most, self.limit * 7 // 8):
                 break
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f.path)
-            self.total -= f.nbytes
+            with contextlib.suppress(OSError):
+                Path(f.path).unlink(missing_ok=True)
+                self.total -= f.nbytes
 
 # %% ../../nbs/2_core/kvfiles.ipynb #a972184e
 def write_whole(path: Path, parts: Sequence[bytes | memoryview]) -> None:
@@ -180,7 +187,8 @@ class BlockFiles:
     ) -> None:
         self.root, self.world = root, world
         self.folder, self.room = root / world.hex()[:32], FileRoom(root, limit)
-        write_whole(self.folder / _ABOUT, [json.dumps(about or {}, indent=1).encode()])
+        with contextlib.suppress(OSError):  # a full disk can be read; a write says what is wrong
+            write_whole(self.folder / _ABOUT, [json.dumps(about or {}, indent=1).encode()])
 
     def path(self, name: bytes) -> Path:
         return self.folder / f"{name.hex()}.kv"
@@ -195,22 +203,23 @@ class BlockFiles:
             when = time.time_ns() if when is None else when
             os.utime(self.path(name), ns=(when, when))
 
+    def remove(self, name: bytes) -> None:
+        "Remove block `name`, if it is there."
+        with contextlib.suppress(OSError):
+            self.path(name).unlink()
+
     def read(self, name: bytes, ids: Sequence[int]) -> memoryview | None:
-        """The bytes of block `name`, with tokens `ids`, mapped, or None. What is no block is
-        removed."""
-        path = self.path(name)
-        file: mmap.mmap | bytes = b""
+        """The bytes of block `name`, with tokens `ids`, or None. What was read and is no block is
+        removed; a file that can't be read stays."""
         try:
-            with open(path, "rb") as f:
-                file = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        except FileNotFoundError:
+            with open(self.path(name), "rb", buffering=0) as f:
+                file = bytearray(os.fstat(f.fileno()).st_size)
+                n = f.readinto(file)
+        except OSError:
             return None
-        except (OSError, ValueError):
-            pass  # an empty file can't be mapped
-        data = decode(memoryview(file), self.world, name, ids)
+        data = decode(memoryview(file)[:n], self.world, name, ids)
         if data is None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+            self.remove(name)
         return data
 
     def write(self, name: bytes, ids: Sequence[int], data: bytes | memoryview) -> bool:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['log', 'OPEN', 'Inbox', 'Turns', 'Intake', 'StepLoop', 'LoopThread', 'BackgroundLoop', 'make_engine', 'give_back_idle',
-           'EngineKinds', 'probe', 'store_facts', 'find_store', 'keep_blocks', 'keep_all', 'note_costs', 'EngineSet',
-           'end_request', 'add_up', 'note_result', 'Delivery']
+           'EngineKinds', 'EngineTurns', 'probe', 'store_facts', 'find_store', 'keep_blocks', 'look_at_store',
+           'leave_store', 'keep_all', 'note_costs', 'EngineSet', 'end_request', 'add_up', 'note_result', 'Delivery']
 
 # %% ../../nbs/2_core/loop.ipynb #90905258
 import atexit, contextlib, heapq, itertools, logging, os, threading, time, weakref
@@ -43,7 +43,7 @@ from batchlab.errors import (
 from ..core.ledger import Ledger
 from .outputs import RequestGroup, StreamEvent
 from .pacing import Pace
-from .store import PrefixStore, facts_of_model, open_store
+from .store import PrefixStore, WeightWatch, facts_of_model, open_store
 from .rectangle import PaddedRunner, PaddedScheduler, SoloRunner
 from ..core.runners import PackedRunner
 from ..core.request import Request
@@ -405,6 +405,15 @@ class EngineKinds(dict[str, Engine]):
         self[kind].scheduler.add(r)
         self.kinds[r] = kind
 
+# %% ../../nbs/2_core/loop.ipynb #f0bc7194
+class EngineTurns(EngineKinds):
+    "Engines that step in turns."
+
+    @property
+    def packed(self) -> bool:
+        "Whether all that is left of the model's weights lies in the backend."
+        return bool(self.llm.own and self.backend.nbytes) and self.opened is self.llm.model
+
     def step(self) -> list[Request]:
         """One step of the next kind in line that has something to do: the requests that got a
         token, or ended."""
@@ -417,11 +426,12 @@ class EngineKinds(dict[str, Engine]):
         )
         start = time.perf_counter()
         try:
-            return engine.step()
+            moved = engine.step()
+            note_costs(self.store, engine.scheduler.shares, time.perf_counter() - start)
+            return moved
         finally:
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
-            note_costs(self.store, engine.scheduler.shares, took)
             if self.llm.proposer is not None:
                 self.llm.proposer.timed(took)
 
@@ -459,8 +469,11 @@ def store_facts(llm: LoadedModel) -> dict[str, Any] | None:
     return None
 
 
-def find_store(llm: LoadedModel, facts: dict[str, Any] | None) -> PrefixStore | None:
-    "The store that `llm` was asked to use, for its model and its backend; None if it has none."
+def find_store(
+    llm: LoadedModel, facts: dict[str, Any] | None, before: WeightWatch | None
+) -> PrefixStore | None:
+    """The store that `llm` was asked to use, for its model and its backend; None if it has none.
+    `before`: see `open_store`."""
     options, backend = llm.store_options, llm.engines.backend
     if options is None or facts is None:
         return None
@@ -472,17 +485,35 @@ def find_store(llm: LoadedModel, facts: dict[str, Any] | None) -> PrefixStore | 
     if llm.adapters is not None:
         llm.adapters.by_content = True
     try:
-        return open_store(options, facts, llm.model, backend, llm.quantization, fixed)
+        return open_store(options, facts, llm.model, backend, llm.quantization, fixed, before)
     except Unavailable as e:
         log.warning("the prefix store is off: %s", e)
     return None
 
 # %% ../../nbs/2_core/loop.ipynb #3811d7ff
 def keep_blocks(engines: EngineKinds) -> None:
-    "Write what is left in the blocks of `engines` into the store, if there is one."
+    "Write what is left in the blocks of `engines` into the store, if there is one. Never fails."
     for e in list(engines.values()):
-        if engines.store is not None and e.scheduler.pool.tier is engines.store:
-            engines.store.keep(e.scheduler.pool)
+        try:
+            if engines.store is not None and e.scheduler.pool.tier is engines.store:
+                engines.store.keep(e.scheduler.pool)
+        except Exception as error:
+            log.warning("prefixes are not kept: %s: %s", type(error).__name__, error)
+
+
+def look_at_store(store: PrefixStore | None) -> None:
+    "While nobody runs, see whether what `store` depends on is as it was."
+    if store is not None:
+        store.look()
+
+
+def leave_store(engines: EngineKinds, state: dict[str, int]) -> None:
+    "Use no store any more if the settings of the model are others in `state`: its world is another."
+    if engines.store is not None and state["config"] != engines.state["config"]:
+        engines.store = None
+        log.warning(
+            "the prefix store is off: llm.model.config has changed; call llm.reload_weights()"
+        )
 
 
 OPEN = weakref.WeakValueDictionary[int, "EngineKinds"]()  # engines that have a store
@@ -505,7 +536,7 @@ def note_costs(store: PrefixStore | None, shares: tuple[int, int, int], seconds:
         store.costs.note_step(shares[0] + shares[2], seconds)
 
 # %% ../../nbs/2_core/loop.ipynb #10a50c03
-class EngineSet(EngineKinds):
+class EngineSet(EngineTurns):
     """The engines of `llm` by kind of request, see `select_runner`, over one `backend` and one
     `budget` of KV.
 
@@ -525,7 +556,7 @@ class EngineSet(EngineKinds):
         now = model_state(self.llm.model)
         changed = [k for k in now if now[k] != self.state.get(k)]
         if not changed:
-            return
+            return look_at_store(self.store)
         if self.packed and {"weights", "modules"} & {*changed}:
             raise ModelError(
                 f"{' and '.join(changed)} of llm.model changed, and what runs is the packed copy "
@@ -533,11 +564,6 @@ class EngineSet(EngineKinds):
                 "load the model yourself and give LLM that"
             )
         self.reopen()
-
-    @property
-    def packed(self) -> bool:
-        "Whether all that is left of the model's weights lies in the backend."
-        return bool(self.llm.own and self.backend.nbytes) and self.opened is self.llm.model
 
     def reopen(self) -> None:
         """Forget all that was computed, and run the model as it is now. Raises
@@ -547,7 +573,8 @@ class EngineSet(EngineKinds):
         self.past_steps += sum(e.num_steps for e in self.values())
         self.clear()
         if self.packed:
-            self.state = model_state(self.llm.model)
+            leave_store(self, now := model_state(self.llm.model))
+            self.state = now
         else:
             self.llm.prepare()  # which calls `open`
 
@@ -558,11 +585,12 @@ class EngineSet(EngineKinds):
         self.state, self.opened = {}, None  # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
         facts = store_facts(llm)
+        before = WeightWatch(model, facts["weights"]) if facts else None
         backend = self.backend = probe(llm)
         if llm.adapters is not None:
             llm.adapters.bind(backend, llm.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
-        self.store = find_store(llm, facts)
+        self.store = find_store(llm, facts, before)
         self.opened, self.state = model, model_state(model)  # an own one has given weights up
 
 # %% ../../nbs/2_core/loop.ipynb #ee504b21

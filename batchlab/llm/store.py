@@ -5,11 +5,12 @@
 # %% ../../nbs/2_core/store.ipynb #bc3ca1fc
 from __future__ import annotations
 
-import hashlib, inspect, json, logging, os, platform, threading, time
+import hashlib, inspect, json, logging, os, platform, threading, time, types, weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +31,10 @@ log = logging.getLogger("batchlab")
 DEFAULT_BYTES = 10 * 10**9  # that a store may take
 
 # %% auto #0
-__all__ = ['log', 'DEFAULT_BYTES', 'QUEUE', 'weights_fingerprint', 'code_of', 'own_code', 'facts_of_model', 'facts_of_machine',
-           'facts_of_backend', 'world_of', 'Costs', 'Waiting', 'WriteQueue', 'QueueThread', 'BlockWriter', 'Mapped',
-           'BlockReader', 'PrefixStore', 'StoreOptions', 'check_store', 'open_store']
+__all__ = ['log', 'DEFAULT_BYTES', 'QUEUE', 'LOADS', 'weights_fingerprint', 'WeightWatch', 'code_of', 'own_code',
+           'facts_of_model', 'precision', 'facts_of_machine', 'facts_of_backend', 'world_of', 'Costs', 'Waiting',
+           'WriteQueue', 'QueueThread', 'BlockWriter', 'BlockFlush', 'Loaded', 'BlockReader', 'BlockKeeper',
+           'PrefixStore', 'StoreOptions', 'check_store', 'open_store']
 
 # %% ../../nbs/2_core/store.ipynb #241f2f3c
 _PIECE = 2**23
@@ -55,17 +57,23 @@ def _sha(piece: torch.Tensor) -> bytes:
     return hashlib.sha256(piece.numpy().data).digest()
 
 
-@torch.inference_mode()
-def weights_fingerprint(model: PreTrainedModel) -> str:
-    """64 hex digits of all bytes of the parameters and buffers of `model`, with their names. Raises
-    `Unavailable` for weights that are not there."""
-    moving = ("dynamic", "longrope")  # such rotations write their frequencies as they run
+def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    "Parameters and buffers of `model` by name, without those that it writes as it runs."
+    moving = ("dynamic", "longrope")  # rotations that write their frequencies
     names = {
         f"{at}.{name}".lstrip(".")
         for at, m in model.named_modules()
         if getattr(m, "rope_type", None) in moving
         for name, _ in m.named_buffers(recurse=False)
     }
+    all_of_it = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, x) for name, x in all_of_it if name not in names]
+
+
+@torch.inference_mode()
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """64 hex digits of all bytes of the parameters and buffers of `model`, with their names. Raises
+    `Unavailable` for weights that are not there."""
     whole, threads = hashlib.sha256(), min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         each: Callable[..., Iterator[bytes]] = pool.map
@@ -73,9 +81,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
             pool.submit(int)
         except RuntimeError:  # Python ends, and starts no threads any more
             each = map
-        for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            if name in names:
-                continue
+        for name, x in _weights(model):
             for about, t in _tensors(name, x):
                 if t.device.type == "meta":
                     raise Unavailable(f"weight {name} is not in memory")
@@ -85,30 +91,107 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
                     whole.update(digest)
     return whole.hexdigest()
 
+# %% ../../nbs/2_core/store.ipynb #01395dc4
+def _place(x: torch.Tensor) -> list[int]:
+    "Where `x` lies, and how often it was written: torch does not count for tensors of inference mode."
+    kept = getattr(x, "stored", None)
+    parts = [x] if kept is None else [getattr(kept, f.name) for f in fields(kept)]
+    found = list[int]()
+    for t in parts:
+        if isinstance(t, torch.Tensor):
+            found += [t.data_ptr(), 0 if t.is_inference() else t._version]
+    return found
+
+
+class WeightWatch:
+    """Whether the weights of `model` are as they were when this was made. `digest`: their
+    `weights_fingerprint` then, if it is known."""
+
+    def __init__(self, model: PreTrainedModel, digest: str | None = None) -> None:
+        self.model = model
+        self.seen = [(weakref.ref(x), _place(x)) for _, x in _weights(model)]
+        self.digest = digest or weights_fingerprint(model)
+
+    def quick(self) -> bool:
+        "By their places and the writes that torch has counted. For any thread."
+        now = [(ref(), place) for ref, place in self.seen]
+        return all(x is not None and _place(x) == place for x, place in now)
+
+    def whole(self) -> bool:
+        "By all bytes. For the thread that steps, between steps: a backend may swap modules in one."
+        return self.quick() and weights_fingerprint(self.model) == self.digest
+
 # %% ../../nbs/2_core/store.ipynb #dc1d2bf5
 _OFTEN = {"warnings_issued", "name_or_path", "max_seq_len_cached", "training"}  # change by running
+_KNOWN = "torch.", "transformers.", "batchlab."  # known by their versions, or by `own_code`
 
 
-def _words(x: Any) -> Any:
-    "`x` as something that JSON takes, the same in each process: what is no number or text by its type's name."
+def _code(code: types.CodeType) -> str:
+    "What `code` does, the same in each process."
+    parts = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return repr((code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, parts))
+
+
+def _function(f: types.FunctionType) -> str:
+    "What function `f` does. Raises `Unavailable` if it depends on more than its code."
+    if f.__closure__:
+        raise Unavailable(f"{f.__qualname__} has a closure, and what is in it can't be known")
+    return repr((f.__qualname__, _code(f.__code__), _words(f.__defaults__ or (), True)))
+
+
+def _tensor(x: torch.Tensor) -> str:
+    if x.device.type == "meta":
+        raise Unavailable("a tensor of a module is not in memory")
+    flat = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(x.shape)} {x.dtype} {_sha(flat).hex()}"
+
+
+def _words(x: Any, strict: bool = False) -> Any:
+    """`x` as something that JSON takes, the same in each process: what is no number or text by its
+    type's name. `strict`: then raise `Unavailable` instead, where there may be more to it."""
     if isinstance(x, (bool, int, float, str, type(None))):
         return x
     if isinstance(x, (list, tuple)):
-        return [_words(y) for y in x]
+        return [_words(y, strict) for y in x]
     if isinstance(x, (set, frozenset)):
-        return sorted(map(str, x))
+        return sorted(str(_words(y, strict)) for y in x)
     if isinstance(x, dict):
-        return {str(k): _words(v) for k, v in x.items()}
+        return {str(k): _words(v, strict) for k, v in x.items()}
+    if isinstance(x, torch.Tensor):
+        return _tensor(x)
+    if strict and isinstance(x, types.FunctionType) and not x.__module__.startswith(_KNOWN):
+        return _function(x)
+    plain = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, Enum)
+    if strict and not isinstance(x, plain) and not type(x).__module__.startswith(_KNOWN):
+        raise Unavailable(
+            f"a module has a {type(x).__qualname__}, and what is in it can't be known"
+        )
+    if isinstance(x, (torch.dtype, torch.device, Enum)):
+        return str(x)
     return getattr(x, "__qualname__", type(x).__qualname__)
 
-
+# %% ../../nbs/2_core/store.ipynb #d20b0b25
 def _settings(m: torch.nn.Module) -> dict[str, Any]:
     own = {k: v for k, v in m.__dict__.items() if not k.startswith("_") and k not in _OFTEN}
-    return {k: _words(v) for k, v in own.items() if k not in ("config", "generation_config")}
+    strict = not type(m).__module__.startswith(_KNOWN)
+    left = "config", "generation_config"
+    return {k: _words(v, strict) for k, v in own.items() if k not in left}
 
 
 def _hooked(m: torch.nn.Module) -> bool:
     return bool(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
+
+
+def _patched(kind: type) -> str:
+    "The code of the `forward` of class `kind`, if it isn't that of its file; else ''."
+    owner = next((c for c in kind.__mro__ if "forward" in c.__dict__), kind)
+    forward = owner.__dict__.get("forward")
+    if getattr(forward, "__module__", None) == owner.__module__:
+        return ""
+    f = inspect.unwrap(forward) if callable(forward) else forward
+    if not isinstance(f, types.FunctionType):
+        raise Unavailable(f"the forward of {owner.__qualname__} was replaced by no function")
+    return _function(f)
 
 
 def code_of(model: PreTrainedModel) -> str:
@@ -123,7 +206,7 @@ def code_of(model: PreTrainedModel) -> str:
         if _hooked(m):
             raise Unavailable(f"{name or 'the model'} has a hook, and what it does can't be known")
         kind = type(m)
-        about = (name, kind.__module__, kind.__qualname__, _settings(m))
+        about = (name, kind.__module__, kind.__qualname__, _settings(m), _patched(kind))
         whole.update(json.dumps(about, sort_keys=True, default=str).encode())
         if kind.__module__ in seen or kind.__module__.startswith("torch."):
             continue  # torch is known by its version
@@ -134,14 +217,16 @@ def code_of(model: PreTrainedModel) -> str:
             raise Unavailable(f"the code of {kind.__qualname__} is in no file") from e
     return whole.hexdigest()
 
-
+# %% ../../nbs/2_core/store.ipynb #cf153313
 def own_code() -> str:
     "64 hex digits of batchlab's code that computes, the C++ included."
-    whole = hashlib.sha256()
+    whole, root = hashlib.sha256(), files("batchlab")
     for floor in ("core", "fast", "models"):
-        for file in sorted(files("batchlab").joinpath(floor).iterdir(), key=lambda f: f.name):
+        for file in sorted(root.joinpath(floor).iterdir(), key=lambda f: f.name):
             if file.name.endswith((".py", ".cpp")):
                 whole.update(file.name.encode() + file.read_bytes())
+    for name in ("tasks/lora.py", "llm/config.py"):
+        whole.update(name.encode() + root.joinpath(name).read_bytes())
     return whole.hexdigest()
 
 # %% ../../nbs/2_core/store.ipynb #9df62ab4
@@ -160,6 +245,17 @@ def facts_of_model(model: PreTrainedModel) -> dict[str, Any]:
     )
 
 
+def precision() -> list[Any]:
+    "The settings of torch that bits depend on."
+    return [
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.mkldnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+
+
 def facts_of_machine(device: torch.device) -> dict[str, Any]:
     "What bits depend on besides the model: versions, the processor or GPU, and settings of torch."
     cuda = device.type == "cuda"
@@ -170,13 +266,7 @@ def facts_of_machine(device: torch.device) -> dict[str, Any]:
         versions=[torch.__version__, transformers.__version__, torch.version.cuda],
         processor=[platform.machine(), cpu_name(), sorted(processor_flags())],
         device=torch.cuda.get_device_name(device) if cuda else device.type,
-        precision=[
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-            torch.backends.mkldnn.enabled,
-            torch.are_deterministic_algorithms_enabled(),
-        ],
+        precision=precision(),
     )
 
 
@@ -243,24 +333,34 @@ class Waiting(NamedTuple):
 class WriteQueue:
     """Blocks that wait to be written into `files`, by a thread of its own.
 
-    `unchanged`: whether weights are still those that `files` are for; None where nobody can change
-    them. Asked before blocks are written that were computed by then. `off`: they were others.
-    `stored`: blocks and `stored_bytes` that were written; `lost`: blocks that were not."""
+    `watch`: tells whether weights are still those that `files` are for; None where nobody can
+    change them. `off`: they were others, or something else is not as it was. `fresh`: names that
+    were written since all bytes of the weights were looked at. `stored`: blocks and `stored_bytes` that were written; `lost`: blocks that were not."""
 
     off = False
     thread: threading.Thread | None = None
 
-    def __init__(self, files: BlockFiles, unchanged: Callable[[], bool] | None = None) -> None:
-        self.files, self.unchanged = files, unchanged
+    def __init__(self, files: BlockFiles, watch: WeightWatch | None = None) -> None:
+        self.files, self.watch = files, watch
+        self.fresh = list[bytes]()
         self.queue, self.names = deque[Waiting](), set[bytes]()
         self.news = threading.Condition()
         self.stored = self.stored_bytes = self.lost = 0
         self.failed_at: float | None = None
 
+    @property
+    def paused(self) -> bool:
+        "Whether a write has failed within the last minute."
+        return self.failed_at is not None and time.monotonic() - self.failed_at < 60
+
+    def is_full(self, nbytes: int) -> bool:
+        "Whether a block of so many bytes would be lost now."
+        return self.paused or len(self.queue) >= max(4, QUEUE // max(1, nbytes))
+
     def add(self, w: Waiting) -> None:
         "Have the thread write a block, if there is room for it to wait."
         with self.news:
-            full = len(self.queue) >= max(4, QUEUE // max(1, w.data.nbytes))
+            full = self.is_full(w.data.nbytes)
             if full or w.name in self.names:
                 self.lost += full
                 return
@@ -286,37 +386,52 @@ class QueueThread(WriteQueue):
             while self._some():
                 self.write_queue()
         finally:
-            self.thread = None  # the next block starts another
+            with self.news:
+                if self.thread is threading.current_thread():
+                    self.thread = None  # the next block starts another
 
     def _some(self) -> bool:
-        "Whether a block waits, or comes within two seconds."
+        "Whether a block waits, or comes within two seconds; else the thread counts as ended."
         with self.news:
-            return bool(self.news.wait_for(lambda: self.queue, timeout=2))
+            if self.news.wait_for(lambda: self.queue, timeout=2):
+                return True
+            self.thread = None
+            return False
 
     def write_queue(self) -> None:
         "Write what waits now."
         with self.news:
-            some = list(self.queue)
-            self.queue.clear()
-        if some:
-            self.check()
-        for w in some:
-            try:
-                self.write(w)
-            finally:
-                with self.news:
-                    self.names.discard(w.name)
-                    self.news.notify_all()
+            some = self.queue
+            self.queue = deque[Waiting]()
+        try:
+            if some:
+                self.check()
+            while some:
+                self.write(some[0])
+                self._leave([some.popleft().name])
+        finally:
+            self._leave([w.name for w in some])
+
+    def _leave(self, names: list[bytes]) -> None:
+        "Blocks of these names wait no longer."
+        with self.news:
+            self.names.difference_update(names)
+            self.news.notify_all()
 
     def check(self) -> None:
         "Turn off, with a line that says so, if weights have changed without notice."
-        if self.off or self.unchanged is None or self.unchanged():
-            return
-        self.off = True
-        log.warning(
-            "the prefix store is off: weights have changed since it was opened, without notice; "
-            "call llm.reload_weights()"
-        )
+        if not self.off and self.watch is not None:
+            self.turn_off_unless(self.watch.quick)
+
+    def turn_off_unless(self, same: Callable[[], bool]) -> None:
+        "Turn off, with a line that says so, unless weights are the `same`."
+        try:
+            self.off = not same()
+            why = "weights have changed since it was opened, without notice; call llm.reload_weights()"
+        except Exception as e:
+            self.off, why = True, f"the weights can't be looked at: {type(e).__name__}: {e}"
+        if self.off:
+            log.warning("the prefix store is off: %s", why)
 
     def write(self, w: Waiting) -> None:
         "Write a block now."
@@ -326,24 +441,62 @@ class QueueThread(WriteQueue):
 class BlockWriter(QueueThread):
     "Writes blocks, and says once what goes wrong."
 
-    failed_at: float | None = None
+    failed = False
+    next_look = 0.0
 
     def write(self, w: Waiting) -> None:
         "Write a block now. After a failure nothing is written for a minute."
-        now = time.monotonic()
-        if self.off or self.failed_at is not None and now - self.failed_at < 60:
+        if self.off or self.paused:
             self.lost += 1
             return
+        done = False
+        self.fresh.append(w.name)
         try:
             done = self.files.write(w.name, w.ids, w.data.numpy().data)
         except OSError as e:
-            done = False
             if self.failed_at is None:
                 log.warning("prefixes are not kept, as %s can't be written: %s", self.files.root, e)
-            self.failed_at = now
+            self.failed_at = time.monotonic()
+        except Exception as e:
+            self.fail(e)
+            return
+        if self.off:  # since it began
+            self._remove_fresh()
         self.stored += done
         self.lost += not done
         self.stored_bytes += w.data.nbytes * done
+
+    def fail(self, e: Exception) -> None:
+        "A block is lost by `e`, and nothing else: said once."
+        self.lost += 1
+        if not self.failed:
+            log.warning("the prefix store lost a block by %s: %s", type(e).__name__, e)
+        self.failed = True
+
+    def confirm(self) -> None:
+        """Look at all bytes of the weights. If they have changed, turn off and remove what was
+        written since the last look. Call it where no step runs."""
+        if self.off or self.watch is None:
+            return
+        start = time.monotonic()
+        self.turn_off_unless(self.watch.whole)
+        self.next_look = time.monotonic() + 100 * (time.monotonic() - start)
+        if self.off:
+            self._remove_fresh()
+        self.fresh.clear()
+
+    def confirm_rarely(self) -> None:
+        "`confirm`, if something was written that it has not seen: a hundredth of the time at most."
+        if self.fresh and time.monotonic() >= self.next_look:
+            self.confirm()
+
+    def _remove_fresh(self) -> None:
+        for name in list(self.fresh):
+            self.files.remove(name)
+
+# %% ../../nbs/2_core/store.ipynb #a5ab37e0
+class BlockFlush(BlockWriter):
+    "Writes all that waits."
 
     def flush(self) -> None:
         "Write all that waits, and come back when it is on the disk."
@@ -352,13 +505,13 @@ class BlockWriter(QueueThread):
             self.news.wait_for(lambda: not self.names, timeout=60)
 
 # %% ../../nbs/2_core/store.ipynb #9a3711f8
-class Mapped(NamedTuple):
-    "A block that was read: uint8 `[block_bytes]`, in a mapped file."
+class Loaded(NamedTuple):
+    "A block that was read: uint8 `[block_bytes]`, in memory."
 
     data: torch.Tensor
 
 # %% ../../nbs/2_core/store.ipynb #fe962fb8
-class BlockReader(BlockWriter):
+class BlockReader(BlockFlush):
     """Finds blocks in `files`.
 
     `loaded`: blocks and `loaded_bytes` that were read. `patient`: what is written is the end of a
@@ -366,8 +519,8 @@ class BlockReader(BlockWriter):
 
     patient = False
 
-    def __init__(self, files: BlockFiles, unchanged: Callable[[], bool] | None = None) -> None:
-        super().__init__(files, unchanged)
+    def __init__(self, files: BlockFiles, watch: WeightWatch | None = None) -> None:
+        super().__init__(files, watch)
         self.costs = Costs()
         self.loaded = self.loaded_bytes = self.burst = self.depth = 0
 
@@ -382,7 +535,9 @@ class BlockReader(BlockWriter):
         self.depth += 1
         self.files.touch(name, self.burst - 1000 * self.depth)
 
-    def fetch(self, name: bytes, ids: Sequence[int]) -> Mapped | None:
+    def fetch(self, name: bytes, ids: Sequence[int]) -> Loaded | None:
+        if self.off:
+            return None
         start = time.perf_counter()
         data = self.files.read(name, ids)
         if data is None:
@@ -391,47 +546,92 @@ class BlockReader(BlockWriter):
         self.loaded += 1
         self.loaded_bytes += len(data)
         self.costs.note_read(len(ids), time.perf_counter() - start)
-        return Mapped(torch.frombuffer(data, dtype=torch.uint8))
+        return Loaded(torch.frombuffer(data, dtype=torch.uint8))
 
 # %% ../../nbs/2_core/store.ipynb #92283387
-class PrefixStore(BlockReader):
-    """The second tier of a block pool over files, see `SecondTier`. `left`: bytes that `keep` may
-    still write."""
+class BlockKeeper(BlockReader):
+    "Writes blocks of a cache: later, or now where `patient`. `left`: bytes that may be written then."
+
+    left = 0
+
+    def _put(self, block: int, cache: KVCache, name: bytes, ids: list[int]) -> None:
+        if self.patient:
+            self._put_now(block, cache, name, ids)
+        elif self.files.has(name):
+            self.files.touch(name)
+        elif self.is_full(cache.block_bytes):
+            self.lost += 1  # and isn't even copied
+        elif name not in self.names:
+            self.add(Waiting(name, ids, cache.block_data(block)))
+
+    def _put_now(self, block: int, cache: KVCache, name: bytes, ids: list[int]) -> None:
+        if self.left < cache.block_bytes:
+            return
+        self.left -= cache.block_bytes
+        there = self.files.has(name)
+        if not there and self.paused:
+            self.lost += 1
+            return
+        if not there:
+            self.write(Waiting(name, ids, cache.block_data(block)))
+        self.used(name)
+
+# %% ../../nbs/2_core/store.ipynb #0eb830c9
+LOADS = 2**28  # bytes that a step may load before the next request has to wait for another one
+
+
+class PrefixStore(BlockKeeper):
+    """The second tier of a block pool over files, see `SecondTier`. What fails here costs
+    blocks, and no request."""
 
     runner: PackedRunner | None = None
-    left = 0
+    settings: list[Any] | None = None  # of torch, when it was opened
 
     def serve(self, pool: BlockPool, runner: PackedRunner) -> None:
         "Be the second tier of `pool`, whose blocks lie in the cache of `runner`."
         pool.tier, self.runner = self, runner
+        block_bytes = runner.backend.make_cache(1).block_bytes
+        pool.most_loads = max(1, LOADS // max(1, block_bytes))
 
     @property
     def cache(self) -> KVCache | None:
         return None if self.runner is None else self.runner.cache
 
+    def fetch(self, name: bytes, ids: Sequence[int]) -> Loaded | None:
+        try:
+            return super().fetch(name, ids)
+        except Exception as e:
+            self.fail(e)
+        return None
+
     def put(self, block: int, about: Block) -> None:
         cache, name = self.cache, about.hash
         if cache is None or name is None or self.off:
             return
-        there = self.files.has(name)
-        if there and not self.patient:
-            self.files.touch(name)
-        elif not self.patient:
-            self.add(Waiting(name, list(about.token_ids), cache.block_data(block)))
-        elif there or self.left > 0:
-            self.left -= cache.block_bytes
-            if not there:
-                self.write(Waiting(name, list(about.token_ids), cache.block_data(block)))
-            self.used(name)
+        try:
+            self._put(block, cache, name, list(about.token_ids))
+        except Exception as e:
+            self.fail(e)
+
+    def look(self) -> None:
+        "Turn off if torch is set to compute otherwise, or weights have changed: while nobody runs."
+        if self.settings is None:
+            self.settings = precision()
+        elif not self.off and self.settings != precision():
+            self.off = True
+            log.warning(
+                "the prefix store is off: settings of torch have changed since it was opened"
+            )
+        self.confirm_rarely()
 
     def keep(self, pool: BlockPool) -> None:
         """Write what is on its way, then what `pool` has that nobody holds, as far as there is room
-        for it."""
+        for it. Call it where no step runs."""
+        self.confirm()
         self.flush()
         self.patient, self.burst, self.depth = True, time.time_ns(), 0
         self.left = self.files.room.limit * 15 // 16
         try:
-            self.check()
             pool.keep()
         finally:
             self.patient = False
@@ -469,8 +669,8 @@ def check_store(
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
         raise ParamError("{store} is no folder that can be made: {e}", store=store, e=e) from e
-    if not os.access(path, os.W_OK | os.X_OK | os.R_OK):
-        raise ParamError("{store} can't be read and written: choose another", store=store)
+    if not os.access(path, os.X_OK | os.R_OK):
+        raise ParamError("{store} can't be read: choose another", store=store)
     return StoreOptions(path, nbytes or DEFAULT_BYTES)
 
 # %% ../../nbs/2_core/store.ipynb #f2302e74
@@ -481,9 +681,11 @@ def open_store(
     backend: Backend,
     quantization: str | None,
     fixed: bool,
+    before: WeightWatch | None = None,
 ) -> PrefixStore:
     """The store of `model`, of which `facts` are known, on `backend`. `fixed`: nobody can change
-    its weights from now on. Raises `ParamError`, `Unavailable`."""
+    its weights from now on. `before`: made with the `facts`; where the weights were rewritten
+    since then, as for the backend, they are watched as they are now. Raises `ParamError`."""
     ways = facts_of_backend(backend, quantization)
     world = world_of(facts, facts_of_machine(model.device), ways)
     block_bytes = backend.make_cache(1).block_bytes
@@ -499,9 +701,9 @@ def open_store(
         backend=backend.name,
         quantization=quantization or "",
     )
-    try:
-        files = BlockFiles(options.root, world, options.limit, about)
-    except OSError as e:
-        raise Unavailable(f"{options.root} can't be written ({e})") from e
-    same = None if fixed else (lambda: weights_fingerprint(model) == facts["weights"])
-    return PrefixStore(files, same)
+    files = BlockFiles(options.root, world, options.limit, about)
+    same = before is not None and before.quick()
+    watch = None if fixed else WeightWatch(model, facts["weights"] if same else None)
+    store = PrefixStore(files, watch)
+    store.settings = precision()
+    return store
