@@ -78,11 +78,7 @@ class ModelEngines(BackgroundLoop):
 
 # %% ../../nbs/2_core/base.ipynb #d690edb6
 class ModelState(ModelEngines):
-    """A model, what it says of itself, how it can run and within which limits.
-
-    `shapes`: of the keys and values of its layers, None if it does not run packed; `paddable`:
-    whether rows may be padded, None where nobody needs to know; `causal`: whether a token sees
-    only what stands before it."""
+    "A model, what it says of itself, how it can run and within which limits."
 
     strategy: str
     enable_prefix_caching: bool
@@ -103,9 +99,9 @@ class ModelState(ModelEngines):
     asked_limits: dict[str, int | None]
     store_options: StoreOptions | None = None
     pooler_config: PoolerConfig
-    shapes: list[Shape] | None = None
-    paddable: bool | None = None
-    causal = True
+    shapes: list[Shape] | None = None  # of its layers' keys and values; None: it can't be packed
+    paddable: bool | None = None  # whether rows may be padded; None where nobody needs to know
+    causal = True  # whether a token sees only what stands before it
     eos_ids: frozenset[int] = frozenset()
     grammars: Any = None  # made when a request first asks for structured outputs
     limits_fit: tuple[object, ...] | None = None  # what `limits` were chosen for
@@ -448,13 +444,11 @@ class LLMBase(Lifetime):
         # most memory for keys and values, such as 2GB (default: 70% of what is free)
         kv_cache_bytes: int | None = None,
         prefix_store: str | PathLike[str] | None = None,  # folder where prefixes outlive a process
-        prefix_store_bytes: int
-        | None = None,  # most that it may take, such as 20GB (default: 10GB)
+        prefix_store_bytes: int | None = None,  # most it may take, such as 20GB (default: 10GB)
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
-        # draft tokens by looking up earlier text, and check several in a step: faster, same tokens
-        speculation: str | None = None,
+        speculation: str | None = None,  # draft from earlier text (lookup): faster, same tokens
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
         # how hidden states are pooled, if not as the model's folder says

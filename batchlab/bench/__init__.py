@@ -299,11 +299,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     add("model", "a hub id, a folder or a .gguf file (default: the default model)", which)
     shapes = f"a model with random weights, made once, instead: {', '.join(SHAPES)}"
     add("shape", shapes, which, metavar="NAME")
-    add(
-        "gguf",
-        "the model as a .gguf file, for peers that read it (default: written from its weights)",
-        metavar="FILE",
-    )
+    file = "the model as a .gguf file, for peers that read it (default: written from its weights)"
+    add("gguf", file, metavar="FILE")
     dtypes = dict(default="bf16", choices=("fp32", "bf16", "fp16", "auto"))
     add("dtype", "number format that all compute in (default: bf16)", **dtypes)
     bits = "with --profile, --sweep, --memory or --bandwidth: weights of the model in 8 or 4 bits"

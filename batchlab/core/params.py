@@ -422,8 +422,7 @@ class SamplingParams(GivenParams):
     n: int = 1  # number of answers to each prompt
     presence_penalty: float = 0.0  # lower the chance of tokens that the answer has already
     frequency_penalty: float = 0.0  # lower the chance of tokens, the more often the answer has them
-    # lower the chance of tokens that prompt or answer have, by this factor; 1 is off
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # lower the chance of tokens of prompt or answer; 1 is off
     temperature: float = 1.0  # how random answers are; 0 always takes the likeliest token
     top_p: float = 1.0  # draw only from the likeliest tokens that together have this probability
     top_k: int = 0  # draw only from this many of the likeliest tokens; 0 or -1: all

@@ -62,8 +62,7 @@ def _first_above(ends, t, positive):
 # %% ../../nbs/2_core/07_sampling.ipynb #23ccbb51
 @dataclass
 class SamplingRow:
-    """What sampling remembers of one running request. The caller appends each new token to
-    `output_ids`."""
+    "What sampling remembers of a running request. The caller appends new tokens to `output_ids`."
 
     params: SamplingParams
     prompt_ids: list[int]
@@ -118,10 +117,7 @@ class SamplingRow:
 
     def foresee(self, n: int) -> list[float]:
         "The `n` random numbers that `uniform` gives next; [] for a greedy row."
-        if self.generator is None:
-            return []
-        numbers = [self.uniform() for _ in range(n)]
-        self.ahead[:0] = numbers
+        self.ahead[:0] = numbers = [self.uniform() for _ in range(n if self.generator else 0)]
         return numbers
 
 # %% ../../nbs/2_core/07_sampling.ipynb #23ccbb51-1

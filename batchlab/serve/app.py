@@ -76,13 +76,13 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
         why = "see /v1/messages and /v1/messages/count_tokens; Claude's clients add /v1 to the base URL"
     return BadRequest(f"{path} is not served here: {why}", "not_found")
 
-# %% ../../nbs/7_serve/49_server.ipynb #srv00031
+# %% ../../nbs/7_serve/49_server.ipynb #79c344a2
 SECONDS = [
     float(x)
     for x in "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560".split()
 ]
 
-
+# %% ../../nbs/7_serve/49_server.ipynb #srv00031
 class Metrics:
     """What `/metrics` says of `llm`, under the names that vLLM gives it. `add` is called with
     each request that was answered."""
