@@ -15,7 +15,15 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.models.tiny import tiny_adapter
 from batchlab.view.tracefile import Trace
 from batchlab.tasks.thinking import Marks, ThoughtMask
-from batchlab.tasks.speculation import Lookup, NgramTable, Rate, StepTimes, TextPool, num_worth
+from batchlab.tasks.speculation import (
+    INDEXED,
+    Lookup,
+    NgramTable,
+    Rate,
+    StepTimes,
+    TextPool,
+    num_worth,
+)
 from helpers import generated, greedy, ids, oracle
 from invariants import check_invariants
 
@@ -310,6 +318,9 @@ def test_drafts_are_held_to_the_budget():
         def draft_ids(self, request, most):
             return [1] * most
 
+        def taken(self, request, drafted):
+            pass
+
         def note(self, request, drafted, accepted):
             pass
 
@@ -395,6 +406,12 @@ def test_full_batches_have_none():
     p.usual["own"] = Rate(good=9, seen=9)
     p.begin(StepPlan([row]))
     assert p.draft_ids(request, 9) == [4, 1, 2, 3]
+    assert p.positions == 1, "what the step has no room for counts for nothing"
+    p.taken(request, 4)
+    assert p.positions == 5
+    known = dict(p.times.points)
+    p.timed(1.0)
+    assert p.times.points == known, "a step that broke off says nothing of times"
     p.begin(StepPlan([row] * 60))
     assert p.draft_ids(request, 9) == []
     p.begin(StepPlan([row] * 64))
@@ -466,9 +483,82 @@ def test_what_a_thought_leaves_to_its_grammar():
         def fitting(self, output_ids, ids):
             return len(output_ids)
 
+        def mask_(self, x, output_ids):
+            return x
+
     mask = ThoughtMask(Marks(1, 2), "start", None, Abc(), [0])
     assert mask.forced([1, 5]) == [] and mask.fitting([1, 5], [8, 9]) == 2
     assert mask.forced([1, 5, 2, 6]) == [[6], 7] and mask.fitting([1, 5, 2, 6], [8, 9]) == 1
     assert mask.forced([6, 4]) == [[6, 4], 7]
     free = ThoughtMask(Marks(1, 2), "start", 9, None, [0])
     assert free.forced([3]) == [] and free.fitting([3], [8, 9]) == 2
+
+
+def test_a_proposer_that_fails_costs_guesses_alone(caplog):
+    "Wherever it fails: the same tokens, and one line."
+
+    class Failing(Drawn):
+        def __init__(self, answers, where):
+            super().__init__(answers, 1)
+            self.where = where
+
+        def _maybe(self, where):
+            if where == self.where:
+                raise ValueError(f"no {where}")
+
+        def begin(self, plan):
+            self._maybe("begin")
+            super().begin(plan)
+
+        def draft_ids(self, request, most):
+            self._maybe("draft_ids")
+            return super().draft_ids(request, most)
+
+        def taken(self, request, drafted):
+            self._maybe("taken")
+
+        def note(self, request, drafted, accepted):
+            self._maybe("note")
+
+    model, prompts = tiny_model("llama", seed=5), drawn_prompts(random.Random(3), 4)
+    outs = LLM(model).generate(prompts, greedy(12), use_tqdm=False)
+    for where in ("begin", "draft_ids", "taken", "note"):
+        llm = LLM(model, speculation="lookup")
+        llm.proposer = Failing(answers_of(outs), where)
+        caplog.clear()
+        assert ids(checked(llm).generate(prompts, greedy(12), use_tqdm=False)) == ids(outs)
+        said = [r for r in caplog.records if "speculation failed" in r.message]
+        assert len(said) == 1 and bool(drafted(llm)[0]) == (where in ("taken", "note"))
+
+
+def test_counts_and_records_are_of_the_tokens_that_came():
+    "A stop string in the middle drops the rest: all who count agree; and pieces belong to tokens."
+    model, prompts = tiny_model("llama", seed=5), drawn_prompts(random.Random(4), 8)
+    how = dict(temperature=1, ignore_eos=True)
+    params = [
+        SamplingParams(max_tokens=30, seed=i, stop=["e", "t"] * (i % 2), **how) for i in range(8)
+    ]
+    free = [SamplingParams(max_tokens=30, seed=i, **how) for i in range(8)]
+    plain, llm = (LLM(model, tiny_tokenizer(), speculation=s) for s in (None, "lookup"))
+    llm.proposer = Drawn(answers_of(plain.generate(prompts, free, use_tqdm=False)), 1, 1.0)
+    pieces = []
+    for x in (plain, llm):
+        with x.trace() as seen_steps:
+            outs = x.generate(prompts, params, use_tqdm=False)
+        pieces.append([r["pieces"] for r in seen_steps.requests])
+        assert seen_steps.request_log.made == sum(len(c.token_ids) for o in outs for c in o.outputs)
+    assert pieces[0] == pieces[1]
+    n, wrong = drafted(llm)
+    assert 0 < sum(o.metrics.get("num_accepted_tokens", 0) for o in outs) == n - wrong < n
+    assert sum(o.metrics.get("num_drafted_tokens", 0) for o in outs) == n
+    rows = [row for s in seen_steps.steps for row in s["rows"]]
+    assert sum(row[seen_steps.header["row"].index("drafts")] for row in rows) == n
+
+
+def test_a_long_prompt_is_looked_at_over_several_steps():
+    request, p = Request("0", [*range(INDEXED + 50)], max_tokens=9), Lookup()
+    p.begin(StepPlan())
+    assert len(p.history(request).text.ids) == INDEXED
+    assert len(p.history(request).text.ids) == INDEXED, "twice in one step"
+    p.begin(StepPlan())
+    assert len(p.history(request).text.ids) == INDEXED + 50

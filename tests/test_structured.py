@@ -648,6 +648,21 @@ def test_a_grammar_that_can_not_go_on_says_why():
     assert "can not go on after 1 tokens" in said and "max is 100" in said
 
 
+def test_looking_ahead_leaves_the_grammar_as_it_is():
+    "Where a draft leads to what is too wide, the tokens before it are still allowed."
+    from llguidance import LLMatcher, LLParserLimits
+    from batchlab.tasks.structured import Grammar
+
+    wide = 'start: "a" ("b"' + "".join(f' | "c{i}"' for i in range(200)) + ")"
+    limits, vocabulary = LLParserLimits(max_items_in_row=100), grammars().vocabulary
+    make = lambda: Grammar(LLMatcher(vocabulary, wide, log_level=0, limits=limits), llm().eos_ids)
+    plain, g = make(), make()
+    for draft in (tokens_of("ab"), tokens_of("ac1"), tokens_of("zz")):
+        g.forced([]), g.fitting([], draft)
+        assert not g.matcher.is_error()
+        assert torch.equal(g.mask_(logits(), []), plain.mask_(logits(), []))
+
+
 def test_a_chain_of_references_does_not_end_the_process():
     link = lambda i: dict(type="object", properties=dict(a={"$ref": f"#/$defs/d{i + 1}"}))
     links = {f"d{i}": link(i) for i in range(5000)} | dict(d5000=dict(type="null"))

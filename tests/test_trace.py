@@ -120,8 +120,8 @@ def agrees(trace, llm, ledger=None):
         if s["engine"] == "packed":
             assert s["tokens"] == s["useful"] + s["recomputed"] and s["cached"] == s["reused"]
             assert sum(row[4] for row in s["rows"]) == s["recomputed"]
-        for slot, number, start, n, again, samples, prefill in s["rows"]:
-            assert 0 <= slot < s["slots"] and n > 0 and start + n <= s["held"][slot]
+        for slot, number, start, n, again, samples, prefill, drafts in s["rows"]:
+            assert 0 <= slot < s["slots"] and n > drafts and start + n - drafts <= s["held"][slot]
         assert 0 <= s["blocks_shared"] <= s["blocks_held"] <= s["blocks"] - s["blocks_cached"]
         assert all(s[k] >= 0 for k in PARTS)
     for a, b in pairwise(steps):
@@ -475,3 +475,19 @@ def test_what_is_no_trace_is_refused(tmp_path):
     for x in (5, None, object(), [5], {"a": None}, Name(), tmp_path):
         with pytest.raises(TraceError):
             pictures.timeline(x)
+
+
+def test_traces_without_drafts_are_read():
+    "Files of before there were drafts have fewer numbers."
+    data = json.loads(V2.read_text())
+    for name in ("drafted", "rejected"):
+        data["totals"].pop(name, None)
+        for step in data["steps"]:
+            step.pop(name, None)
+    for step in data["steps"]:
+        step["rows"] = [row[:7] for row in step["rows"]]
+    old = Trace(data)
+    assert old.ledger.drafted == old.ledger.rejected == 0 < old.ledger.useful
+    assert old.events()["traceEvents"] and "wrong" not in pictures.waste(old).desc
+    assert "7 wrong drafts" in pictures.waste(dict(a=Ledger(useful=5, rejected=7))).desc
+    assert Ledger().waste == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -45,6 +45,7 @@ class Answer(Task):
     last_token_at: float | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    ends: list[int] = field(default_factory=list)
 
     def finish(self) -> None:
         self.delta += self.text.finish()
@@ -53,6 +54,7 @@ class Answer(Task):
         "What came since the last call: text, tokens, and their `{id: Logprob}` if asked for."
         text, start = self.delta, self.num_sent
         self.delta, self.num_sent = "", len(request.output_ids)
+        self.ends.clear()
         logprobs = None if self.logprobs is None else self.logprobs[start:]
         return text, request.output_ids[start:], logprobs
 
@@ -63,8 +65,8 @@ class Generation(Answer):
 
     `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in
     a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
-    string or id that ended it. `delta`: text that is settled and not yet sent, `num_sent`: how
-    many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
+    string or id that ended it. `delta`: text that is settled and not yet sent, `ends`: how long
+    it was after each of its tokens, `num_sent`: how many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
     `time.perf_counter`. `num_drafted`, `num_accepted`: how many tokens were drafted, and how many
     of them were right."""
 
@@ -87,10 +89,15 @@ class Generation(Answer):
         self.delta += self.text.add(token, reason == "stop", logprob)
         if reason:
             self.delta += self.text.finish()
+        self.ends.append(len(self.delta))
         if self.text.stopped is None:
             return reason
         self.stop_reason = self.text.stopped
         return "stop"
+
+    def checked(self, request: Request, drafted: int, accepted: int) -> None:
+        self.num_drafted += drafted
+        self.num_accepted += accepted
 
     def rewind(self, request: Request) -> None:
         "Put the random numbers where `output_ids` left them. Does nothing without a seed."
@@ -234,9 +241,4 @@ def sample_rows(rows: Sequence[Row], logits: Tensor) -> list[RowOutput]:
         if row.samples:
             due.append(_Due(row, out, end - 1 - len(row.draft_ids)))
     sample_due(due, logits)
-    for d in due:
-        if d.row.draft_ids:
-            task = d.row.request.task
-            task.num_drafted += len(d.row.draft_ids)
-            task.num_accepted += max(0, len(d.out.token_ids) - 1)
     return found

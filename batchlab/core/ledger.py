@@ -32,6 +32,6 @@ class Ledger:
 
     @property
     def waste(self) -> float:
-        "Share of the positions computed that were of no use, 0 to 1."
+        "Share of the positions computed that were of no use, 0 to 1; 1 where there were none."
         wasted = self.padded + self.recomputed + self.rejected
-        return wasted / max(1, self.useful + wasted)
+        return 1 - self.useful / max(1, self.useful + wasted)

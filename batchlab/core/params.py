@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 # %% auto #0
-__all__ = ['RULES', 'LOGPROBS_MODES', 'BOOLS', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode',
-           'StructuredOutputsParams', 'GivenParams', 'SamplingParams']
+__all__ = ['RULES', 'LOGPROBS_MODES', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode', 'StructuredOutputsParams',
+           'GivenParams', 'SamplingParams']
 
 # %% ../../nbs/2_core/params.ipynb #132d0887
 _ABOVE_0, _FINITE = (
@@ -283,7 +283,7 @@ _NONE_SAYS = {
 }
 
 
-BOOLS = "ignore_eos detokenize skip_special_tokens include_stop_str_in_output speculate".split()
+_BOOLS = "ignore_eos detokenize skip_special_tokens include_stop_str_in_output speculate".split()
 
 
 def _check_params(p: SamplingParams) -> None:
@@ -298,7 +298,7 @@ def _check_params(p: SamplingParams) -> None:
             continue
         setattr(p, name, number_of(name, v))
     _check_logprobs(p)
-    for name in BOOLS:
+    for name in _BOOLS:
         if not isinstance(v := getattr(p, name), bool):
             raise _about(name, f"must be True or False, got {v!r}")
     p.stop, p.stop_until = _strings("stop", p.stop), _strings("stop_until", p.stop_until)

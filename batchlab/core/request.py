@@ -36,6 +36,9 @@ class Task(Protocol):
         end, if it is the last; else None."""
         return "length" if len(request.output_ids) >= request.max_tokens else None
 
+    def checked(self, request: Request, drafted: int, accepted: int) -> None:
+        "Of so many drafts in a step of `request`, the tokens of these were appended."
+
     def rewind(self, request: Request) -> None:
         "A step broke off: go back to where `request.output_ids` left off."
 
@@ -223,6 +226,10 @@ class Proposer(Protocol):
     def draft_ids(self, request: Request, most: int) -> list[int]:
         """Up to `most` guesses of the tokens that follow those of `request`, which decodes; []
         where they are not worth their time."""
+        ...
+
+    def taken(self, request: Request, drafted: int) -> None:
+        "So many guesses for `request`, those given last, have their place in the step."
         ...
 
     def note(self, request: Request, drafted: int, accepted: int) -> None:

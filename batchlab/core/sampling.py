@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'is_plain', 'TokenMask', 'allow_', 'ban_',
-           'obey_', 'bias_', 'repeat_', 'count_', 'processed_logits', 'probabilities', 'best_tokens', 'Logprob',
-           'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts', 'Sampled', 'sample', 'finish_reason']
+__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'is_plain', 'TokenMask', 'DraftMask',
+           'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'processed_logits', 'probabilities', 'best_tokens',
+           'Logprob', 'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts', 'Sampled', 'sample',
+           'finish_reason']
 
 # %% ../../nbs/2_core/07_sampling.ipynb #85253a7a
 def draw(probs: Tensor, u: Tensor) -> Tensor:
@@ -300,6 +301,19 @@ class TokenMask(Protocol):
     `[1, V]`, in place."""
 
     def mask_(self, x: Tensor, output_ids: list[int]) -> Any: ...
+
+
+@runtime_checkable
+class DraftMask(TokenMask, Protocol):
+    "A `TokenMask` that knows what it forces and forbids further on, so that drafts can follow it."
+
+    def forced(self, output_ids: list[int]) -> list[int]:
+        "The ids that must come behind `output_ids`; [] where there is a choice."
+        ...
+
+    def fitting(self, output_ids: list[int], ids: list[int]) -> int:
+        "How many of `ids` may follow `output_ids`, one behind the other."
+        ...
 
 # %% ../../nbs/2_core/07_sampling.ipynb #b8889473
 def allow_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

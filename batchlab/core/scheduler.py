@@ -5,7 +5,7 @@
 # %% ../../nbs/2_core/11_scheduler.ipynb #39e3b68b
 from __future__ import annotations
 
-import heapq
+import heapq, logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,9 +16,12 @@ from .ledger import Ledger
 from .request import Proposer, Request, Row, RowOutput, StepPlan
 from ..errors import BatchError
 
+log = logging.getLogger("batchlab")
+
 # %% auto #0
-__all__ = ['GROW', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats', 'StepShares',
-           'StepDrafts', 'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds', 'Scheduler']
+__all__ = ['log', 'GROW', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats',
+           'StepShares', 'SafeProposer', 'StepDrafts', 'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds',
+           'RowResults', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #e2879d39
 GROW = 64  # tokens that every running request is left room for when another is let in
@@ -268,6 +271,51 @@ class StepShares(Seats):
             if self.put(r, n):
                 self.budget -= n
 
+# %% ../../nbs/2_core/11_scheduler.ipynb #71923ba9
+class SafeProposer:
+    """A `proposer` whose exceptions cost guesses and nothing else: the first is logged.
+
+    After one in `begin` the step gets none."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer, self.begun, self.failed = proposer, False, False
+
+    def _lose(self, e: Exception) -> None:
+        if not self.failed:
+            log.error("speculation failed: steps go on without these drafts", exc_info=e)
+        self.failed = True
+
+    def begin(self, plan: StepPlan) -> None:
+        "The rows of `plan` are about to get their guesses."
+        self.begun = False
+        try:
+            self.proposer.begin(plan)
+            self.begun = True
+        except Exception as e:
+            self._lose(e)
+
+    def draft_ids(self, request: Request, most: int) -> list[int]:
+        "Up to `most` guesses of the tokens that follow those of `request`."
+        try:
+            return self.proposer.draft_ids(request, most) if self.begun else []
+        except Exception as e:
+            self._lose(e)
+            return []
+
+    def taken(self, request: Request, drafted: int) -> None:
+        "So many guesses for `request` have their place in the step."
+        try:
+            self.proposer.taken(request, drafted)
+        except Exception as e:
+            self._lose(e)
+
+    def note(self, request: Request, drafted: int, accepted: int) -> None:
+        "Of so many guesses for `request`, these were right."
+        try:
+            self.proposer.note(request, drafted, accepted)
+        except Exception as e:
+            self._lose(e)
+
 # %% ../../nbs/2_core/11_scheduler.ipynb #f2539c53
 class StepDrafts(StepShares):
     "Guesses of tokens that come next, which a step checks beside its work."
@@ -289,6 +337,7 @@ class StepDrafts(StepShares):
             ids = proposer.draft_ids(r, most)
             if ids and self.slots.grow(r, r.num_tokens + len(ids)):
                 row.draft_ids, row.n_tokens = ids, 1 + len(ids)
+                proposer.taken(r, len(ids))
                 self.budget -= len(ids)
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
@@ -384,7 +433,7 @@ class RequestLists:
         self.chunked = chunked
         self.patience = patience
         self.may_enter = may_enter
-        self.proposer = proposer
+        self.proposer = SafeProposer(proposer) if proposer else None
         self.pool = BlockPool(block_size, budget or KVBudget(max_kv_tokens), prefix_caching)
         self.slots = SlotTable(max_num_seqs, self.pool, root_of)
         self.waiting: list[Request] = []
@@ -490,8 +539,34 @@ class RequestEnds(RequestQueue):
             b.refs = 0  # copies in flight
         self.pool.clear()
 
+# %% ../../nbs/2_core/11_scheduler.ipynb #cd67d20d
+class RowResults(RequestEnds):
+    "Gives requests what the rows of a step came to."
+
+    def settle(self, row: Row, out: RowOutput) -> bool:
+        """`row` came to `out`: append its tokens, count them, and keep what is computed. Whether
+        its request got a token, or ended."""
+        r = row.request
+        running = r.slot is not None  # it may have ended or been preempted meanwhile
+        before, drafted = len(r.output_ids), len(row.draft_ids)
+        reason, error = _append(r, out) if running else (None, None)
+        accepted = min(drafted, max(0, len(r.output_ids) - before - 1))
+        _count(self.ledger, row, accepted)
+        if not running:
+            return False
+        end = min(row.start + row.n_tokens, r.num_tokens - 1)  # the last stays to be computed
+        self.slots.commit(r, row.start, end)
+        if drafted:
+            r.task.checked(r, drafted, accepted)
+            self.slots.trim(r)
+        if reason:
+            self.finish(r, reason, error, keep=not error)
+        if self.proposer is not None:
+            self.proposer.note(r, drafted, accepted)
+        return bool(out.token_ids or reason)
+
 # %% ../../nbs/2_core/11_scheduler.ipynb #61f71b69
-class Scheduler(RequestEnds):
+class Scheduler(RowResults):
     """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
 
     At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
@@ -539,22 +614,6 @@ class Scheduler(RequestEnds):
         self.ledger.reused += sum(r.num_computed_tokens for r in plan.admitted)
         moved = []
         for row, out in zip(plan.rows, outputs or [RowOutput() for _ in plan.rows]):
-            r = row.request
-            running = r.slot is not None  # it may have ended or been preempted meanwhile
-            before = len(r.output_ids)
-            reason, error = _append(r, out) if running else (None, None)
-            accepted = min(len(row.draft_ids), max(0, len(r.output_ids) - before - 1))
-            _count(self.ledger, row, accepted)
-            if not running:
-                continue
-            end = min(row.start + row.n_tokens, r.num_tokens - 1)  # the last stays to be computed
-            self.slots.commit(r, row.start, end)
-            if row.draft_ids:
-                self.slots.trim(r)
-            if out.token_ids or reason:
-                moved.append(r)
-            if reason:
-                self.finish(r, reason, error, keep=not error)
-            if self.proposer is not None:
-                self.proposer.note(r, len(row.draft_ids), accepted)
+            if self.settle(row, out):
+                moved.append(row.request)
         return moved

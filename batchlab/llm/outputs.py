@@ -623,33 +623,33 @@ class Stats(StoreCounts):
     accepted_tokens: int = 0
 
     def __repr__(self) -> str:
-        return facts_text(self, self._facts())
+        return facts_text(self, _facts_of(self))
 
     def _repr_html_(self) -> str:
-        return facts_html(self, self._facts())
+        return facts_html(self, _facts_of(self))
 
-    def _drafts(self) -> dict[str, str]:
-        n, right = self.drafted_tokens, self.accepted_tokens
-        return {"drafts": f"{n:,} tokens, of which {right:,} were right"} if n else {}
-
-    def _facts(self) -> dict[str, str]:
-        said = lambda x, form: "–" if math.isnan(x) else format(x, form)
-        ended = ", ".join(f"{n:,} {why}" for why, n in self.requests.items()) or "none"
-        return dict(
-            ended=ended,
-            now=f"{self.running} running in {self.slots_in_use} of {self.slots} slots, "
-            f"{self.waiting} waiting",
-            tokens=f"{self.prompt_tokens:,} in, of which {self.cached_tokens:,} cached; "
-            f"{self.output_tokens:,} out",
-            wasted=f"{self.recomputed:,} computed again, {self.padded:,} padded; {self.masked:,} "
-            "masked reads",
-            **self._drafts(),
-            steps=f"{self.steps:,}, with {self.preemptions:,} preemptions",
-            memory=f"{megabytes(self.kv_bytes)} of keys and values: {self.blocks_in_use:,} of "
-            f"{self.blocks:,} blocks in use, "
-            f"{self.blocks_cached:,} can be found again",
-            **self._store(),
-            speed=f"{said(self.tokens_per_second, ',.1f')} tokens/s; "
-            f"{said(self.time_to_first_token, '.3f')} s to the first token, "
-            f"{said(self.time_per_token, '.4f')} s for each after it",
-        )
+# %% ../../nbs/2_core/outputs.ipynb #31c19e36
+def _facts_of(s: Stats) -> dict[str, str]:
+    "What a `Stats` shows, by name."
+    n, right = s.drafted_tokens, s.accepted_tokens
+    drafts = {"drafts": f"{n:,} tokens, of which {right:,} were right"} if n else {}
+    said = lambda x, form: "–" if math.isnan(x) else format(x, form)
+    ended = ", ".join(f"{count:,} {why}" for why, count in s.requests.items()) or "none"
+    return dict(
+        ended=ended,
+        now=f"{s.running} running in {s.slots_in_use} of {s.slots} slots, {s.waiting} waiting",
+        tokens=f"{s.prompt_tokens:,} in, of which {s.cached_tokens:,} cached; "
+        f"{s.output_tokens:,} out",
+        wasted=f"{s.recomputed:,} computed again, {s.padded:,} padded; "
+        + f"{n - right:,} wrong drafts; " * (n > right)
+        + f"{s.masked:,} masked reads",
+        **drafts,
+        steps=f"{s.steps:,}, with {s.preemptions:,} preemptions",
+        memory=f"{megabytes(s.kv_bytes)} of keys and values: {s.blocks_in_use:,} of "
+        f"{s.blocks:,} blocks in use, "
+        f"{s.blocks_cached:,} can be found again",
+        **s._store(),
+        speed=f"{said(s.tokens_per_second, ',.1f')} tokens/s; "
+        f"{said(s.time_to_first_token, '.3f')} s to the first token, "
+        f"{said(s.time_per_token, '.4f')} s for each after it",
+    )

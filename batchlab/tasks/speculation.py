@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from ..core.generation import Generation
 from ..core.request import Request, StepPlan
+from ..core.sampling import DraftMask
 
 if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'END', 'MOST', 'WIDEST', 'NgramTable', 'TextPool', 'Rate', 'StepTimes', 'num_worth', 'History', 'Guesses',
-           'Lookup', 'exact_tokens', 'make_proposer']
+__all__ = ['log', 'END', 'MOST', 'WIDEST', 'INDEXED', 'NgramTable', 'TextPool', 'Rate', 'StepTimes', 'num_worth', 'History',
+           'Guesses', 'Lookup', 'exact_tokens', 'make_proposer']
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0014
 class NgramTable:
@@ -155,7 +156,12 @@ def num_worth(
             best, count, gain = likely - cost, n, likely
     return count, gain
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0034
+# %% ../../nbs/5_tasks/34_speculation.ipynb #e7d1855d
+INDEXED = (
+    4096  # tokens of texts that are looked at in one step, so that a long prompt holds none up
+)
+
+
 @dataclass(eq=False)
 class History:
     "What is known of one request: its text, and how often drafts of it were right."
@@ -165,9 +171,10 @@ class History:
     kind: str = ""  # of the drafts under way
 
     def rate(self, kind: str) -> Rate:
+        "What became of drafts of this `kind`."
         return self.rates.setdefault(kind, Rate())
 
-
+# %% ../../nbs/5_tasks/34_speculation.ipynb #spec0034
 class Guesses:
     """Guesses by what was written before: a grammar's `forced` tokens, what came after the same
     ids in the request's `own` text, or in the `pool` of all texts."""
@@ -175,29 +182,35 @@ class Guesses:
     def __init__(self, n: int = 3) -> None:
         self.n = n
         self.pool = TextPool(n + 1)
+        self.room = INDEXED
         self.histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
         self.usual = {kind: Rate(0.98, n, 8) for kind, n in dict(forced=7, own=4, pool=4).items()}
 
     def history(self, request: Request) -> History:
-        "That of `request`, up to its last token."
+        "That of `request`, up to its last token or as far as there is `room` in this step."
         if request not in self.histories:
             self.histories[request] = History(NgramTable(self.n))
         known = self.histories[request]
         start = len(known.text.ids)
-        known.text.extend(request.tokens(start, request.num_tokens - start))
+        count = min(self.room, request.num_tokens - start)
+        known.text.extend(request.tokens(start, count))
+        self.room -= count
         return known
 
     def guess(self, request: Request, most: int) -> tuple[str, list[int]]:
         "Where the guesses for `request` come from, and up to `most` of them."
-        task: Any = request.task
-        grammar, text = task.row.grammar, self.history(request).text
-        if grammar is not None and (ids := grammar.forced(request.output_ids)[:most]):
+        assert isinstance(request.task, Generation)
+        grammar, text = request.task.row.grammar, self.history(request).text
+        guide = grammar if isinstance(grammar, DraftMask) else None
+        if guide is not None and (ids := guide.forced(request.output_ids)[:most]):
             return "forced", ids
-        kind, ids = "own", text.after(text.ids, most)
+        n = min(self.pool.n, request.num_tokens)
+        last = request.tokens(request.num_tokens - n, n)
+        kind, ids = "own", text.after(last, most)
         if not ids:
-            kind, ids = "pool", self.pool.after(text.ids, most)
-        if ids and grammar is not None:
-            ids = ids[: grammar.fitting(request.output_ids, ids)]
+            kind, ids = "pool", self.pool.after(last, most)
+        if ids and guide is not None:
+            ids = ids[: guide.fitting(request.output_ids, ids)]
         return kind, ids
 
     def end(self, request: Request) -> None:
@@ -215,9 +228,11 @@ class Lookup(Guesses):
     def __init__(self, n: int = 3, always: bool = False) -> None:
         super().__init__(n)
         self.always, self.times = always, StepTimes()
-        self.tokens, self.positions, self.off = 0.0, 0, False
+        self.tokens, self.positions, self.gain, self.off, self.whole = 0.0, 0, 0.0, False, False
 
     def begin(self, plan: StepPlan) -> None:
+        "A step with the rows of `plan`: how many drafts it is to have is counted anew."
+        self.room, self.whole = INDEXED, False
         self.tokens, self.positions = float(len(plan.rows)), plan.num_tokens
         self.off = self.positions >= WIDEST or not self.worth(0.95, MOST)[0]
 
@@ -228,31 +243,35 @@ class Lookup(Guesses):
         return num_worth(chance, self.tokens, self.positions, self.times, most)
 
     def timed(self, seconds: float) -> None:
-        "The step took `seconds`."
-        if 0 < self.positions <= WIDEST:
+        "The step took `seconds`. They count if it came to its end."
+        if self.whole and 0 < self.positions <= WIDEST:
             self.times.note(self.positions, seconds)
         self.positions = 0
 
     def draft_ids(self, request: Request, most: int) -> list[int]:
+        "Up to `most` guesses of what follows in `request`, as many as are worth their time."
         most = min(most, MOST, WIDEST - self.positions)
         task = request.task
-        if self.off or most < 1 or not isinstance(task, Generation):
-            return []
-        if not task.row.params.speculate:
+        if self.off or most < 1 or not (isinstance(task, Generation) and task.row.params.speculate):
             return []
         kind, ids = self.guess(request, most)
         if not ids:
             return []
-        known = self.histories[request]
-        rate, known.kind = known.rate(kind), kind
-        n, gain = self.worth(rate.chance(self.usual[kind].chance(0.5)), len(ids))
+        rate = self.histories[request].rate(kind)
+        self.histories[request].kind = kind
+        n, self.gain = self.worth(rate.chance(self.usual[kind].chance(0.5)), len(ids))
         if not n:
             rate.fade()
-        self.tokens += gain
-        self.positions += n
         return ids[:n]
 
+    def taken(self, request: Request, drafted: int) -> None:
+        "So many drafts of `request`, those given last, are in the step."
+        self.tokens += self.gain
+        self.positions += drafted
+
     def note(self, request: Request, drafted: int, accepted: int) -> None:
+        "Of so many drafts of `request` these were right; if it has ended, its text goes to the pool."
+        self.whole = True
         if drafted and (known := self.histories.get(request)):
             known.rate(known.kind).note(drafted, accepted)
             self.usual[known.kind].note(drafted, accepted)

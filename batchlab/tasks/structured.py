@@ -795,11 +795,12 @@ class Grammar:
 
     def forced(self, output_ids: list[int]) -> list[int]:
         "The ids that the grammar wants behind `output_ids`, as its text is mostly cut into tokens."
-        return self.matcher.compute_ff_tokens() if self.follow(output_ids) else []
+        return self.matcher.deep_copy().compute_ff_tokens() if self.follow(output_ids) else []
 
     def fitting(self, output_ids: list[int], ids: list[int]) -> int:
-        "How many of `ids` may follow `output_ids`, one behind the other."
-        return self.matcher.validate_tokens(ids) if self.follow(output_ids) else 0
+        """How many of `ids` may follow `output_ids`, one behind the other. A copy looks: where it
+        can't go on, this one still can."""
+        return self.matcher.deep_copy().validate_tokens(ids) if self.follow(output_ids) else 0
 
     def mask_(self, x: torch.Tensor, output_ids: list[int]) -> torch.Tensor:
         """Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`; all

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from ..core.params import SamplingParams
-from ..core.sampling import TokenMask
+from ..core.sampling import DraftMask, TokenMask
 from ..errors import ParamError
 from ..models.control import THOUGHTS
 from .structured import grammar_for
@@ -136,16 +136,16 @@ class ThoughtMask:
     def forced(self, output_ids: list[int]) -> list[int]:
         "The ids that the grammar wants behind `output_ids`; see `Grammar.forced`."
         _, end = self.thought_of(output_ids)
-        grammar: Any = self.grammar
-        return [] if end is None or grammar is None else grammar.forced(output_ids[end:])
+        if end is None or not isinstance(self.grammar, DraftMask):
+            return []
+        return self.grammar.forced(output_ids[end:])
 
     def fitting(self, output_ids: list[int], ids: list[int]) -> int:
         "How many of `ids` the grammar lets follow `output_ids`; in a thought all."
         _, end = self.thought_of(output_ids)
-        grammar: Any = self.grammar
-        return (
-            len(ids) if end is None or grammar is None else grammar.fitting(output_ids[end:], ids)
-        )
+        if end is None or not isinstance(self.grammar, DraftMask):
+            return len(ids)
+        return self.grammar.fitting(output_ids[end:], ids)
 
     def mask_(self, x: Tensor, output_ids: list[int]) -> Tensor:
         "Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`."

@@ -360,8 +360,8 @@ def prefixes(trace: _One) -> Picture:
 
 # %% ../../nbs/8_view/pictures.ipynb #bb0adb10
 def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
-    """A `Picture` of ledgers side by side: positions useful, computed again, padded, and taken
-    from a cache.
+    """A `Picture` of ledgers side by side: positions useful, computed again, padded, wrong
+    drafts if there are any, and taken from a cache.
 
     `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises
     `TraceError`."""
@@ -374,8 +374,11 @@ def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
         useful=("decode", "useful"),
         recomputed=("again", "computed again"),
         padded=("padded", "padding, or fed after the end"),
+        rejected=("blocked", "drafts that were wrong"),
         reused=("cached", "taken from a cache"),
     )
+    if not any(l.rejected for l in ledgers.values()):
+        del key["rejected"]
     rows = {name: {part: getattr(l, part) for part in key} for name, l in ledgers.items()}
     notes = {
         name: f"{l.waste:.0%} wasted" + (f", {l.masked:,} masked" if l.masked else "")
@@ -383,7 +386,8 @@ def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
     }
     said = [
         f"{name}: {l.useful:,} useful, {l.recomputed:,} computed again, {l.padded:,} padded, "
-        f"{l.reused:,} from a cache, {l.masked:,} masked"
+        + (f"{l.rejected:,} wrong drafts, " if l.rejected else "")
+        + f"{l.reused:,} from a cache, {l.masked:,} masked"
         for name, l in ledgers.items()
     ]
     picture = bars(

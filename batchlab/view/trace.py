@@ -34,13 +34,13 @@ __all__ = ['TICK', 'Recorder', 'trace', 'Live']
 
 # %% ../../nbs/8_view/trace.ipynb #6f5bd23c
 def row_of(row: Any, number: int) -> Row:
-    "A plan's `row` of request `number` as the seven numbers of a trace."
+    "A plan's `row` of request `number` as the numbers of a trace."
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
     again = max(0, min(r.num_seen, end) - start)
     known = n - len(row.draft_ids)
     samples, prefill = end >= prompt + len(r.output_ids), known > 1 or start < prompt
-    return Row(r.slot, number, start, n, again, samples, prefill)
+    return Row(r.slot, number, start, n, again, samples, prefill, n - known)
 
 # %% ../../nbs/8_view/trace.ipynb #1df6a908
 @dataclass(slots=True, eq=False)
@@ -172,12 +172,14 @@ class RequestNotes:
         return record.number
 
     def wrote(self, r: Request) -> None:
-        "`r` has got a token, or has failed: note where its text ends now."
+        "`r` has got tokens, or has failed: note where its text ends after each of them."
         ends = self.meet(r).ends
-        if len(r.output_ids) > len(ends):
-            new = len(r.task.delta) if isinstance(r.task, Generation) else 0
-            ends.append((ends[-1] if ends and r.group else 0) + new)
-            self.made += 1
+        if (new := len(r.output_ids) - len(ends)) <= 0:
+            return
+        lengths = r.task.ends[-new:] if isinstance(r.task, Generation) else []
+        said = ends[-1] if ends and r.group else 0  # and sent
+        ends.extend([said] * (new - len(lengths)) + [said + n for n in lengths])
+        self.made += new
 
 # %% ../../nbs/8_view/trace.ipynb #b79f25e9
 class RequestLog(RequestNotes):
@@ -272,7 +274,7 @@ def note_memory(now: StepRecord, engine: Engine) -> None:
     now.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
     held = {r.slot: r.num_computed_tokens for r in s.running if r.slot is not None}
     for row in now.shares:  # also of those that ended with it
-        held[row.slot] = max(held.get(row.slot, 0), row.end)
+        held[row.slot] = max(held.get(row.slot, 0), row.end - row.drafts)
     now.held = array("i", (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
     now.slots = max(len(now.held), min(s.max_num_seqs, len(s.running) + len(s.waiting)))
 
@@ -487,7 +489,7 @@ class Recorder(Watcher, Trace):
     """Records the steps of `source`, an `LLM` or an `Engine`, between `start` and `stop` or
     inside `with`. It is a `Trace`.
 
-    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 28 bytes each;
+    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 32 bytes each;
     beyond it the oldest steps go, with the requests that ended before. `max_text`: tokens whose
     ids and text are kept, at about 10 bytes each. What went is counted in `dropped`, and
     `totals` stay exact. `cost`: seconds that recording took."""

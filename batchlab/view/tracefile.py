@@ -27,7 +27,8 @@ class Row(NamedTuple):
     """A request's share of a step: positions `start` to `end` (excluded), `n` of them, in `slot`.
 
     `again`: how many of them had been computed before. `samples`: whether a token comes of it.
-    `prefill`: whether it is a part of a prompt, or several tokens."""
+    `prefill`: whether it is a part of a prompt, or several tokens. `drafts`: how many of them, the
+    last, are guesses."""
 
     slot: int
     request: int
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     again: int
     samples: int
     prefill: int
+    drafts: int = 0
 
     @property
     def end(self) -> int:
@@ -192,7 +194,7 @@ def step_events(steps: Sequence[dict]) -> Iterator[dict]:
     "Each step as a slice with its parts inside, and counters of what it had to do."
     for s in steps:
         at = s["start"]
-        args = {k: s[k] for k in ("tokens", "waiting", "running", "error", *LEDGER) if s[k]}
+        args = {k: s[k] for k in ("tokens", "waiting", "running", "error", *LEDGER) if s.get(k)}
         yield slice_event(f"step {s['step']}", s["engine"], at, end_of(s), 1, 1, **args)
         for part in PARTS:
             yield slice_event(part, "part", at, at + s[part], 1, 1)
@@ -307,7 +309,7 @@ class TraceParts:
 
     @property
     def ledger(self) -> Ledger:
-        return Ledger(*(self.totals[k] for k in LEDGER))
+        return Ledger(**{k: self.totals.get(k, 0) for k in LEDGER})  # older files have fewer
 
     def request(self, number: int) -> dict:
         "The request of that number. Raises `TraceError`."

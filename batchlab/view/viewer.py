@@ -184,15 +184,16 @@ function showSlots(s) {
 JS_STEP = r"""
 let data = null, requests = new Map(), owners = [], now = 0, playing = null, followed = null;
 const phase = r => r[4] ? 'again' : r[6] ? 'prefill' : 'decode';
-function share(row) {                                                                      // a row of a step, with its texts
-  const [slot, number, start, n, again, samples] = row;
-  const r = requests.get(number) || {prompt_tokens: 0}, k = start + n - r.prompt_tokens, pieces = r.pieces || [];
-  const ids = [...(r.prompt_ids || []), ...(r.output_ids || [])].slice(start, start + n);
+function share(row, s) {                                                                   // a row of a step, with its texts
+  const [slot, number, start, n, , samples, , drafts = 0] = row, end = start + n - drafts;
+  const r = requests.get(number) || {prompt_tokens: 0}, k = end - r.prompt_tokens, pieces = r.pieces || [];
+  const right = drafts && Math.max(0, (s.held[slot] ?? 0) - end), last = drafts && r.finish_reason && r.last_step === s.step;
+  const ids = [...(r.prompt_ids || []), ...(r.output_ids || [])].slice(start, end);
   return {slot, number, start, n, phase: phase(row), prompt: r.prompt || '',
           tokens: ids.map(i => data.tokens[i] ?? String(i)), before: pieces.slice(0, Math.max(0, k)).join(''),
-          came: samples && k >= 0 ? pieces[k] ?? '' : ''};
+          came: samples && k >= 0 ? pieces.slice(k, last ? undefined : k + 1 + right).join('') : ''};
 }
-const shares = s => [...s.rows].sort((a, b) => (a[3] > 1) - (b[3] > 1) || a[0] - b[0]).map(share);
+const shares = s => [...s.rows].sort((a, b) => (a[3] > 1) - (b[3] > 1) || a[0] - b[0]).map(row => share(row, s));
 function stepSlots(i, ps) {                                                                // as those of a server, see `snapshot`
   const s = data.steps[i], phases = new Map(ps.map(p => [p.slot, p.phase]));
   return s.held.flatMap((held, slot) => {
