@@ -424,10 +424,11 @@ class EngineTurns(EngineKinds):
         engine.scheduler.allowance = pace.allowance(
             any(self[kind].scheduler.has_others for kind in busy)
         )
-        start = time.perf_counter()
+        start, steps = time.perf_counter(), engine.num_steps
         try:
             moved = engine.step()
-            note_costs(self.store, engine.scheduler.shares, time.perf_counter() - start)
+            if engine.num_steps > steps:  # it did not break off
+                note_costs(self.store, engine.scheduler.shares, time.perf_counter() - start)
             return moved
         finally:
             self.seconds += (took := time.perf_counter() - start)
