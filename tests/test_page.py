@@ -148,7 +148,7 @@ def test_letters_are_what_the_trace_says():
         assert decode + prefill == step["tokens"] and decode == sum(
             r[3] for r in step["rows"] if not r[6]
         )
-        for slot, number, start, n, again, _, is_prefill in step["rows"]:
+        for slot, number, start, n, again, _, is_prefill, _ in step["rows"]:
             cell = cells[slot]
             assert cell.isupper() == (number not in began) and cell.lower() == (
                 "a"
