@@ -97,6 +97,7 @@ def test_who_leaves_is_cancelled(s):
 
 def test_the_limits_are_those_of_the_conventions(s):
     s.web.post(CHAT, json=BODIES[CHAT])
+    until(lambda: f"{DURATION}_bucket" in s.web.get("/metrics").text)  # it counts after it answers
     text = s.web.get("/metrics").text
     assert "vllm:time_to_first_token_seconds_bucket" in text
     for name, limits in zip((DURATION, FIRST, TOKEN, USAGE), LIMITS.values()):
