@@ -284,7 +284,7 @@ def linear_of(weight, bias=None):
 
 
 def plain_linear(layer, kernels):
-    return PackedLinear(linear_of(plain_weight(layer.weight)), kernels=kernels, onednn=False)
+    return PackedLinear(linear_of(plain_weight(layer.weight)), kernels=kernels)
 
 
 @pytest.mark.parametrize("K, filled", [(192, False), (192, True), (960, False), (480, False)])

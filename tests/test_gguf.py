@@ -73,7 +73,7 @@ def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
         weight = grouped(form, n, K, dtype, n)
         bias = torch.randn(n, generator=gen).to(dtype) if n == 70 else None
         mine = GroupedLinear(linear_of(weight, bias), kernels=kernels)
-        plain = PackedLinear(linear_of(weight.dequantize(), bias), kernels=kernels, onednn=False)
+        plain = PackedLinear(linear_of(weight.dequantize(), bias), kernels=kernels)
         assert mine.weights[0][1] >= 0 and (n < 96 or mine.nbytes < plain.nbytes)
         for rows in (0, 1, 2, 4, 8, 11, 12, 13, 23, 64, 130):
             x = torch.randn(rows, K, generator=gen).to(dtype)
@@ -96,7 +96,7 @@ def test_layers_side_by_side_may_have_different_forms(forms, sizes):
     layers = [linear_of(w, torch.randn(len(w)) if i == 1 else None) for i, w in enumerate(weights)]
     mine = GroupedLinear(*layers, kernels=kernels)
     plain = PackedLinear(
-        *(linear_of(plain_weight(l.weight), l.bias) for l in layers), kernels=kernels, onednn=False
+        *(linear_of(plain_weight(l.weight), l.bias) for l in layers), kernels=kernels
     )
     for rows in (1, 13):
         x = torch.randn(rows, 256)

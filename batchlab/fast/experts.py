@@ -133,9 +133,7 @@ class ExpertProducts(nn.Module):
         self.width, self.inner = first[0].in_features, second[0].in_features
         if self.inner % 16 or self.width % 32:
             raise Unavailable("the sizes of its experts are no multiples of 16 and 32")
-        self.gate_up, self.down = (
-            linear(*views, kernels=kernels, onednn=False) for views in (first, second)
-        )
+        self.gate_up, self.down = (linear(*views, kernels=kernels) for views in (first, second))
         self.nbytes = self.gate_up.nbytes + self.down.nbytes
 
 # %% ../../nbs/4_fast/24_experts.ipynb #f59925a2
@@ -149,7 +147,7 @@ class PackedExperts(ExpertProducts):
         self.about, self.kept, *products = describe_router(router, self.width)
         if (shared := getattr(mixture, "shared_expert_gate", None)) is not None:
             products.append(shared)
-        self.router = PackedLinear(*products, kernels=kernels, onednn=False)
+        self.router = PackedLinear(*products, kernels=kernels)
         self.nbytes += self.router.nbytes
 
     def describe(self) -> Experts:

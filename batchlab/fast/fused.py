@@ -162,11 +162,7 @@ class FusedEmbedding:
     def give_up(self, head: Any) -> None:
         "Read rows out of `head`, if it is in panels and has the embedding's weight, and let that go."
         embed = self.module
-        if (
-            isinstance(head, PackedLinear)
-            and not head.onednn
-            and self.model.lm_head.weight is embed.weight
-        ):
+        if isinstance(head, PackedLinear) and self.model.lm_head.weight is embed.weight:
             self.module = PackedEmbedding(head, getattr(embed, "embed_scale", None))
             self.model.set_input_embeddings(self.module)
         if self.project is not None:

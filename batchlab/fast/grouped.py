@@ -307,14 +307,13 @@ def pack_linears(
     *linears: nn.Linear,
     kernels: Kernels,
     empty: Callable[..., torch.Tensor] = torch.empty,
-    onednn: bool | None = None,
     kept: KeptPanels | None = None,
 ) -> GroupedLinear | PackedLinear:
     """A `GroupedLinear` if some of `linears` have weights in groups, whose panels may be `kept`,
-    else a `PackedLinear`, for oneDNN as `onednn` says."""
+    else a `PackedLinear`."""
     if any(hasattr(l.weight, "groups") for l in linears):
         return GroupedLinear(*linears, kernels=kernels, empty=empty, kept=kept)
-    return PackedLinear(*linears, kernels=kernels, empty=empty, onednn=onednn)
+    return PackedLinear(*linears, kernels=kernels, empty=empty)
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #4ec7e6a3
 def groups_right(kernels: Kernels) -> Iterator[bool]:

@@ -51,7 +51,7 @@ class Int8Linear(nn.Module):
     Weights have 8 bits and a scale for each output, activations 8 bits and a scale for each row,
     both mixed. The sums are exact: a row's result is the same bits in any batch. Takes fp32 or
     bf16 and gives the same. `sizes`: the outputs of each layer; `nbytes`: of weights, scales and
-    biases; `onednn`: as `PackedLinear` takes it, without effect. Raises `Unavailable`. Methods: Dettmers et al. 2022, Ashkboos et al. 2024."""
+    biases. Raises `Unavailable`. Methods: Dettmers et al. 2022, Ashkboos et al. 2024."""
 
     invariant, near = True, 0.1  # how far off a product may be, as a share of its length
 
@@ -60,7 +60,6 @@ class Int8Linear(nn.Module):
         *linears: nn.Linear,
         kernels: Kernels,
         empty: Callable[..., torch.Tensor] = torch.empty,
-        onednn: bool = False,
     ) -> None:
         super().__init__()
         self.sizes, self.kernels = [l.out_features for l in linears], kernels

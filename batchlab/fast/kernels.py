@@ -30,6 +30,7 @@ from .grouped import groups_right
 from .w4a8 import quads_right
 from .packed import densify
 from .int8_kernels import bytes_right
+from .matrix_unit import tiles_right
 from batchlab.fast.native import (
     COLUMNS,
     DTYPES,
@@ -249,6 +250,7 @@ def _products_right(kernels: Kernels) -> Iterator[bool]:
         )
         want = F.linear(x.float(), w.float(), b.float()).to(dtype)
         yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
+    yield from tiles_right(kernels)
     yield from bytes_right(kernels)
     yield from groups_right(kernels)
     yield from quads_right(kernels)

@@ -326,7 +326,7 @@ class Modules:
         embed, weight = self.model.get_input_embeddings(), getattr(module, "weight", None)
         tied = type(embed) is nn.Embedding and embed.weight is weight
         put_module(where, new)
-        if tied and isinstance(new, PackedLinear) and not new.onednn:
+        if tied and isinstance(new, PackedLinear):
             self.model.set_input_embeddings(PackedEmbedding(new))
         if not isinstance(new, PackedNorm):
             for p in module.parameters():

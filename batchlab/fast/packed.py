@@ -15,7 +15,6 @@ import psutil
 import torch
 from torch import nn
 
-from .matrix_unit import has_matrix_unit, onednn_pack, onednn_product
 from .native import Kernels, Linear, pack_weight, unpack_rows
 
 # %% ../../nbs/4_fast/20_product.ipynb #2fdb9109
@@ -59,40 +58,31 @@ class PackedLinear(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side: `[…, in]` to
     `[…, out]`.
 
-    `sizes`: the columns of each layer. `weight` is packed, for `kernels` or for oneDNN: `onednn`
-    says which. `invariant`: whether a row's result is the same bits whatever rows are beside it.
-    `nbytes`: of the packed weight."""
+    `sizes`: the columns of each layer. `invariant`: a row's result is the same bits whatever rows
+    are beside it. `nbytes`: of the packed `weight`."""
+
+    invariant = True
 
     def __init__(
         self,
         *linears: nn.Linear,
         kernels: Kernels,
         empty: Callable[..., torch.Tensor] = torch.empty,
-        onednn: bool | None = None,
     ) -> None:
         super().__init__()
         weights = [plain_weight(l.weight) for l in linears]
         self.sizes, self.kernels = [l.out_features for l in linears], kernels
-        self.onednn, self.n, self.in_features = onednn, sum(self.sizes), linears[0].in_features
-        if onednn is None:
-            self.onednn = has_matrix_unit(weights[0].dtype) and not kernels.tiles
+        self.n, self.in_features = sum(self.sizes), linears[0].in_features
         pack = kernels.pack_weight if all(w.stride(-1) == 1 for w in weights) else pack_weight
-        self.weight = (
-            onednn_pack(torch.cat(weights)) if self.onednn else pack(*weights, empty=empty)
-        )
-        self.bias = join_biases(*linears)
-        self.nbytes, self.invariant = sum(w.nbytes for w in weights), not self.onednn
+        self.weight, self.bias = pack(*weights, empty=empty), join_biases(*linears)
+        self.nbytes = sum(w.nbytes for w in weights)
 
     def describe(self) -> Linear:
         "For the kernels."
         sizes: Any = dict(outputs=self.n, inputs=self.in_features)
-        if self.onednn:
-            return Linear(kind=3, **sizes)  # its weight has no address: called from Python
         return Linear(self.weight.data_ptr(), address_of(self.bias), kind=1, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.onednn:
-            return onednn_product(x, self.weight, self.bias)
         if x.dim() > 2:
             return self.forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
         return self.kernels.product(x.contiguous(), self.weight, self.bias, self.n)

@@ -410,19 +410,24 @@ def check_compile(x: bool | str) -> bool | str:
 QUANTIZATIONS = "int8", "w4a8"
 
 
-def check_quantization(x: object, strategy: str) -> str | None:
-    "`x` if it names a quantization that runs. Raises `ParamError`."
-    if x not in (None, *QUANTIZATIONS):
-        known = " or ".join(map(repr, QUANTIZATIONS))
-        raise ParamError(f"quantization must be None, {known}, got {x!r}", field="quantization")
+def _check_way(name: str, x: object, ways: tuple[str, ...], strategy: str) -> str | None:
+    "`x` if it is None or one of `ways`, which all need the continuous strategy. Raises `ParamError`."
+    if x not in (None, *ways):
+        known = ", ".join(["None", *map(repr, ways[:-1])]) + f" or {ways[-1]!r}"
+        raise ParamError(f"{name} must be {known}, got {x!r}", field=name)
     if x and strategy != "continuous":
         raise ParamError(
             "{asked} needs {needed}, got {strategy!r}",
-            asked=Option("quantization", x),
+            asked=Option(name, x),
             needed=Option("strategy", "continuous"),
             strategy=strategy,
         )
-    return x
+    return None if x is None else str(x)
+
+
+def check_quantization(x: object, strategy: str) -> str | None:
+    "`x` if it names a quantization that runs. Raises `ParamError`."
+    return _check_way("quantization", x, QUANTIZATIONS, strategy)
 
 
 def check_count(name: str, n: object) -> int | None:
@@ -446,17 +451,7 @@ SPECULATIONS = ("lookup",)
 
 def check_speculation(x: object, strategy: str) -> str | None:
     "`x` if it names a way to speculate that runs. Raises `ParamError`."
-    if x not in (None, *SPECULATIONS):
-        known = " or ".join(map(repr, SPECULATIONS))
-        raise ParamError(f"speculation must be None or {known}, got {x!r}", field="speculation")
-    if x and strategy != "continuous":
-        raise ParamError(
-            "{asked} needs {needed}, got {strategy!r}",
-            asked=Option("speculation", x),
-            needed=Option("strategy", "continuous"),
-            strategy=strategy,
-        )
-    return x
+    return _check_way("speculation", x, SPECULATIONS, strategy)
 
 # %% ../../nbs/2_core/config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:
