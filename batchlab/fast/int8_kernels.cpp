@@ -165,10 +165,10 @@ static void bytes_product(const uint8_t* bytes, const float* steps, const int8_t
                           const float* bias, T* out, i64 M, i64 N, i64 K, uint8_t* packed) {
     const auto put = scaling(steps, scales, bias, out, N);
 #ifdef TILES
-    const auto make = [=](i64 p) {
-        return std::pair(start + p * NR, [=](const int32_t (*sums)[NR], int m, i64 at) { put(sums[0], m, at, p); });
-    };
-    if (tiles) return tile_product(bytes, w, M, N, K, make);
+    if (tiles)
+        return tile_product(
+            bytes, w, M, N, K, [=](i64 p) { return start + p * NR; },
+            [=](const int32_t (*sums)[NR], int m, i64 r, i64 p) { put(sums[0], m, r, p); });
 #endif
     for_panels(w, M, N, K, multiplying(pack(bytes, packed, M, K), start, K, put));
 }

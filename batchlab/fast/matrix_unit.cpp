@@ -5,7 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 static const bool tiles = !syscall(SYS_arch_prctl, 0x1023, 18);  // Linux gives the registers of the unit to a process that asks
-constexpr int TR = 16, SPAN = 12, GROUP = 16;  // SPAN: times 64 bytes of each row of a group of blocks at a time
+constexpr int TR = 16;                                           // rows of a tile
 template <class T>
 constexpr i64 TK = 64 / sizeof(T);  // numbers in a row of a tile
 template <class T>
@@ -31,29 +31,31 @@ struct alignas(64) TileShapes {
         _tile_dpbusd(sums, rows, weights); \
     else                                   \
         _tile_dpbf16ps(sums, rows, weights)
-// Add to sums, or to a row `start` for each of them, numbers k to end of up to 32 rows a times a panel b
-template <bool TWO, class T, class B>
-static i64 tile_sums(const T* a, const B* b, const Sum<T>* start, i64 k, i64 end, i64 K, Sum<T> (*sums)[NR]) {
-    const auto* from = k ? sums[0] : start;
-    const i64 apart = k ? 4 * NR : 0;
-    _tile_loadd(0, from, apart);
-    _tile_loadd(1, from + TR, apart);
+// In sums, up to 32 rows a times a panel b, added to the row `start`: how many numbers of each row fill tiles. meanwhile(k) is
+// called as often as there are tiles in a row.
+template <bool TWO, class T, class B, class F>
+static i64 tile_sums(const T* a, const B* b, const Sum<T>* start, i64 K, Sum<T> (*sums)[NR], F meanwhile) {
+    _tile_loadd(0, start, 0);
+    _tile_loadd(1, start + TR, 0);
     if (TWO) {
-        from = k ? sums[TR] : start;
-        _tile_loadd(2, from, apart);
-        _tile_loadd(3, from + TR, apart);
+        _tile_loadd(2, start, 0);
+        _tile_loadd(3, start + TR, 0);
     }
-    for (; k + TK<T> <= end; k += TK<T>) {
-        _tile_loadd(6, b + k * NR, 4 * NR);
+    i64 k = 0;
+    for (; k + TK<T> <= K; k += TK<T>) {
         _tile_loadd(4, a + k, sizeof(T) * K);
+        if (TWO) _tile_loadd(5, a + TR * K + k, sizeof(T) * K);
+        _tile_loadd(6, b + k * NR, 4 * NR);
         ADD_TILES(0, 4, 6);
+        if (TWO) {
+            ADD_TILES(2, 5, 6);
+        }
         _tile_loadd(7, (const char*)(b + k * NR) + 64, 4 * NR);
         ADD_TILES(1, 4, 7);
         if (TWO) {
-            _tile_loadd(5, a + TR * K + k, sizeof(T) * K);
-            ADD_TILES(2, 5, 6);
             ADD_TILES(3, 5, 7);
         }
+        meanwhile(k);
     }
     _tile_stored(0, sums[0], 4 * NR);
     _tile_stored(1, sums[0] + TR, 4 * NR);
@@ -96,69 +98,79 @@ static void store_sums(const float (*sums)[NR], const bf16* bias, bf16* c, i64 l
 #endif
 
 #ifdef TILES
-// Blocks first to last (excluded) of up to 32 rows x, times a panel b: put(sums, how many rows, the first of them). shaped: for
-// how many rows the registers are set
-template <class T, class B, class F>
-static void tile_panel(const T* x, const B* b, const Sum<T>* start, i64 M, i64 K, i64 first, i64 last, int& shaped, F put) {
-    alignas(64) Sum<T> sums[GROUP][2 * TR][NR];
+// Blocks first to last (excluded) of up to 32 rows x, times panels begin to end (excluded) of w. start(p): what the sums of panel
+// p begin with. put(sums, m, r, p) takes those of m rows, of which r is the first.
+template <class T, class B, class S, class F>
+static void tile_panels(const T* x, const B* w, i64 M, i64 K, i64 first, i64 last, i64 begin, i64 end, S start, F put) {
+    alignas(64) Sum<T> sums[2][2 * TR][NR];
     const Blocks<2 * TR> blocks(M);
-    for (i64 begin = first; begin < last; begin += GROUP) {
-        const i64 stop = std::min(begin + GROUP, last), span = stop - begin > 1 ? SPAN * TK<T> : std::max<i64>(K, TK<T>);
-        for (i64 k = 0; k < K; k += span)
-            for (i64 q = begin; q < stop; q++) {
-                const i64 at = q * blocks.each, end = std::min(k + span, K);
-                const int m = std::min(blocks.each, M - at);
-                if (m != shaped) {
-                    const TileShapes shapes(shaped = m);
-                    _tile_loadconfig(&shapes);
-                }
-                auto* s = sums[q - begin];
-                i64 d = (m > TR ? tile_sums<true, T, B> : tile_sums<false, T, B>)(x + at * K, b, start, k, end, K, s);
-                if (end < K) continue;
-                for (; d < K; d += 4 / sizeof(T))  // what fills no tile
-                    for (int i = 0; i < m; i++) add_rest(x + (at + i) * K + d, b + d * NR, s[i]);
-                put(s, m, at);
-            }
+    const int each = 2 * TR / std::clamp<i64>(K / TK<T>, 1, 2 * TR) + 1;  // rows that are put in a step
+    int shaped = 0, now = 0, done = 0, rows = 0;
+    i64 row = 0, panel = 0;  // the block before: its sums are put while the next one is computed
+    const auto put_some = [&](int most) {
+        const int m = std::min(most, rows - done);
+        if (m > 0) put(sums[!now] + done, m, row + done, panel), done += m;
+    };
+    for (i64 q = first; q < last; q++) {
+        const i64 at = q * blocks.each;
+        const int m = std::min(blocks.each, M - at);
+        if (m != shaped) {
+            const TileShapes shapes(shaped = m);
+            _tile_loadconfig(&shapes);
+        }
+        for (i64 p = begin; p < end; p++) {
+            const T* a = x + at * K;
+            const B* b = w + p * NR * K;
+            const bool fetching = q == first && p + 1 < end;
+            const auto meanwhile = [&](i64 k) {
+                for (int i = 0; fetching && i < 2 * TR * 64; i += 64)
+                    __builtin_prefetch((const char*)(b + (K + k) * NR) + i, 0, 2);
+                put_some(each);
+            };
+            i64 k = (m > TR ? tile_sums<true, T, B, decltype(meanwhile)>
+                            : tile_sums<false, T, B, decltype(meanwhile)>)(a, b, start(p), K, sums[now], meanwhile);
+            for (; k < K; k += 4 / sizeof(T))  // what fills no tile
+                for (int i = 0; i < m; i++) add_rest(a + i * K + k, b + k * NR, sums[now][i]);
+            put_some(2 * TR);
+            now = !now, done = 0, rows = m, row = at, panel = p;
+        }
     }
+    put_some(2 * TR);
 }
 #endif
 
 #ifdef TILES
 namespace shared {
-template <class T, class B, class F>  // make(p): the first sums of panel p, and what puts its sums
-static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, F make) {
+template <class T, class B, class S, class F>
+static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F put) {
     if (!M) return;
-    const i64 panels = (N + NR - 1) / NR, blocks = Blocks<2 * TR>(M).n;
-    const i64 kept = std::max<i64>(1, (1 << 20) / (2 * TR * K * sizeof(T)));
-    const i64 parts = std::max((blocks + kept - 1) / kept, std::clamp<i64>(4 * omp_get_num_threads() / panels, 1, blocks));
-    int shaped = 0;
+    const i64 panels = (N + NR - 1) / NR, blocks = Blocks<2 * TR>(M).n, threads = omp_get_num_threads();
+    const i64 kept = threads * std::max<i64>(1, (1 << 20) / (NR * K * sizeof(B)));
+    const i64 groups = std::min(panels, (panels + kept - 1) / kept * threads);
+    const i64 parts = std::clamp<i64>(4 * threads / groups, 1, blocks);
 #pragma omp for
-    for (i64 u = 0; u < panels * parts; u++) {
-        const i64 i = u / panels, p = u % panels;
-        const auto [start, put] = make(p);
-        tile_panel(x, w + p * NR * K, start, M, K, blocks * i / parts, blocks * (i + 1) / parts, shaped, put);
+    for (i64 u = 0; u < groups * parts; u++) {
+        const i64 g = u / parts, i = u % parts;
+        tile_panels(x, w, M, K, blocks * i / parts, blocks * (i + 1) / parts, panels * g / groups, panels * (g + 1) / groups,
+                    start, put);
     }
     _tile_release();
 }
 }  // namespace shared
 namespace alone {
-template <class T, class B, class F>
-static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, F make) {
-    int shaped = 0;
-    for (i64 p = 0; p * NR < N; p++) {
-        const auto [start, put] = make(p);
-        tile_panel(x, w + p * NR * K, start, M, K, 0, Blocks<2 * TR>(M).n, shaped, put);
-    }
+template <class T, class B, class S, class F>
+static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F put) {
+    tile_panels(x, w, M, K, 0, Blocks<2 * TR>(M).n, 0, (N + NR - 1) / NR, start, put);
     _tile_release();
 }
 }  // namespace alone
+static const float* no_sums(i64) {
+    static const float zeros[NR] = {};
+    return zeros;
+}
 static auto storing(const bf16* bias, bf16* out, i64 N) {
-    return [=](i64 p) {
-        static const float zeros[NR] = {};
-        const auto put = [=](const float (*sums)[NR], int m, i64 at) {
-            store_sums(sums, bias ? bias + p * NR : bias, out + at * N + p * NR, N, m, std::min<i64>(NR, N - p * NR));
-        };
-        return std::pair(zeros, put);
+    return [=](const float (*sums)[NR], int m, i64 r, i64 p) {
+        store_sums(sums, bias ? bias + p * NR : bias, out + r * N + p * NR, N, m, std::min<i64>(NR, N - p * NR));
     };
 }
 #endif

@@ -259,7 +259,7 @@ template <class T>  // packed: room for the rows
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
 #ifdef TILES
     if constexpr (std::is_same_v<T, bf16>)
-        if (tiles) return tile_product(x, w, M, N, K, storing(bias, out, N));
+        if (tiles) return tile_product(x, w, M, N, K, no_sums, storing(bias, out, N));
 #endif
     for_panels(w, M, N, K, multiplying(pack(x, packed, M, K), bias, out, N, K));
 }
@@ -269,7 +269,7 @@ template <class T>  // by the thread that calls it
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
 #ifdef TILES
     if constexpr (std::is_same_v<T, bf16>)
-        if (tiles) return tile_product(x, w, M, N, K, storing(bias, out, N));
+        if (tiles) return tile_product(x, w, M, N, K, no_sums, storing(bias, out, N));
 #endif
     const Blocks blocks(M);
     for (i64 q = 0; q < blocks.n; q++) pack_some(x, packed, blocks, q, M, K);
