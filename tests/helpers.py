@@ -18,6 +18,11 @@ def tool(name):
 BOOK = vars(tool("book.py"))  # which notebooks there are
 
 
+def draws(n):
+    "How many cases a test draws: `n` times the number that the variable BATCHLAB_DRAWS gives (1)."
+    return n * int(os.environ.get("BATCHLAB_DRAWS", 1))
+
+
 def run(*command, cwd=None, timeout=300, **env):
     "A finished process, with the variables `env` besides those of this one."
     env = os.environ | env
