@@ -7,6 +7,7 @@ import psutil, pytest
 
 from batchlab import bench
 from batchlab.bench import peers, profiling, shapes
+from batchlab.bench.__main__ import main
 from batchlab.errors import Unavailable
 from batchlab.jobs.advice import conclusions
 from batchlab.api import LLM
@@ -143,8 +144,14 @@ def test_profile_leaves_everything_as_it_was():
         ("--shape llama-1b", "not allowed with"),
     ],
 )
-def test_mistakes_get_one_line(folder, args, said):
-    status, _, err = command(folder, "single", *args.split())
+def test_mistakes_get_one_line(folder, args, said, capsys, one_thread):
+    "In this process: that the command ends with the status, the profile above shows."
+    argv = [*TINY, "--model", folder, "--workloads", "single", *args.split()]
+    try:
+        status = main(argv)
+    except SystemExit as e:  # of argparse
+        status = e.code
+    err = capsys.readouterr().err
     assert status == 2 and said in err.splitlines()[-1] and "Traceback" not in err
 
 
