@@ -10,7 +10,7 @@ from batchlab.tasks.beam import BeamSearchInstance, BeamSearchOutput, rank
 from batchlab.errors import ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.models import TINY_ARCHS, tiny_model, tiny_tokenizer
 from batchlab.core.sampling import Logprob
-from helpers import in_threads, need_same_bits
+from helpers import draws, in_threads, need_same_bits
 
 ARCHS = (*TINY_ARCHS, "gemma2", "bloom")  # bloom runs padded
 # end tokens: one, many, so that most beams meet one, none
@@ -112,7 +112,7 @@ CASE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=draws(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(CASE)
 def test_beams_are_those_of_transformers(case):
     rng, m = random.Random(case["seed"]), model(case["arch"], case["ends"])
