@@ -3,7 +3,7 @@
 `nbdev_test` runs several chapters at once, and one after the other in the same process. So there a chapter keeps to one core,
 since two processes that each take all cores slow each other down many times over, and what the chapter before it held is freed."""
 
-import ctypes, gc, logging, os, platform, sys
+import ctypes, functools, gc, logging, os, platform, sys
 
 last: dict = {}  # the names of the chapter before, in this process
 
@@ -41,6 +41,7 @@ def begin(names: dict) -> None:
 def cpp_cells(before="", flags=()):
     """Let a chapter's cells begin with `%%cpp NAME`, and check each: it has to compile, without a warning, behind those before it.
 
+    In `nbdev_test` they are checked together, once, where the chapter asks for them: each for itself takes a second or two.
     `before`: C++ that comes before the first. `flags`: more of the compiler's, where it knows them. Returns a function that gives the C++ of
     the cells so far, with the files that they include."""
     import subprocess
@@ -48,23 +49,38 @@ def cpp_cells(before="", flags=()):
     from batchlab.fast.native import FLAGS, find_compiler, with_includes
     from batchlab.errors import CompileError
 
+    new: list[str] = []  # cells that nobody has checked yet
     parts, syntax = {}, "-Wall -Wextra -Wno-unused-function -fsyntax-only -x c++ -".split()
 
-    def so_far():
+    def whole():
         return with_includes(before + "\n\n".join(parts.values())) + "\n"
 
     def said(more, text):
         command = [find_compiler(), *FLAGS, *more, *syntax]
         return subprocess.run(command, input=text, capture_output=True, text=True).stderr
 
+    @functools.cache
+    def known():
+        return [] if said(flags, "") else flags
+
+    def check():
+        new.clear()
+        try:
+            assert not (wrong := said(known(), whole())), wrong
+        except CompileError:
+            return
+
     def cpp(name, cell):
         "C++, a part of the chapter's file."
         parts[name] = cell.strip()
-        try:
-            more = [] if said(flags, "") else flags
-            assert not (wrong := said(more, so_far())), wrong
-        except CompileError:
-            return
+        new.append(name)
+        if not os.environ.get("IN_TEST"):
+            check()
+
+    def so_far():
+        if new:
+            check()
+        return whole()
 
     register_cell_magic(cpp)
     return so_far
