@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 from functools import cache
 
 import pytest
@@ -208,10 +209,14 @@ def test_control_tokens_in_texts_are_plain_text(family, texts, system):
     if family in ("chatml", "deepseek"):  # whose templates cut thoughts out of answers
         texts = [t.replace("think>", "") if i % 2 else t for i, t in enumerate(texts)]
     messages = talk(texts, system)
+    thought = lambda t: re.sub(
+        r"\A(\s*)<think>(.*?)</think>", r"\1⟦think⟧\2⟦/think⟧", t, flags=re.DOTALL
+    )
+    known = talk([thought(t) if i % 2 else t for i, t in enumerate(texts)], system)
     for opened in (False, True):
         if opened and messages[-1]["role"] == "assistant":
             continue
-        want = oracle(family, messages, add_generation_prompt=opened)
+        want = oracle(family, known, add_generation_prompt=opened)
         assert encode_chat(speaker(family), messages, add_generation_prompt=opened) == want
 
 
@@ -262,6 +267,71 @@ def test_a_template_may_take_the_thoughts_out_of_answers():
     ids = encode_chat(speaker("chatml"), talk(["Hi", said, "Bye"]))
     assert controls_in("chatml", ids) == ["<|im_start|>", "<|im_end|>"] * 4 + ["<|im_start|>"]
     assert "Hm." not in speaker("chatml").decode(ids)
+
+
+# What Qwen3's template does with thoughts: those since the last question stay, in its own form.
+QWEN = """{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set content = m.content %}{% set thought = '' %}
+{%- if m.role == 'assistant' and m.reasoning_content is string %}{% set thought = m.reasoning_content %}
+{%- elif m.role == 'assistant' and '</think>' in content %}
+{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' and loop.index0 > ns.last and thought %}
+{{- '<think>\n' + thought.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+{%- else %}{{ content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# and one that writes down what it is given
+RAW = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+SAID = [
+    dict(content="<think>\nHm.\n</think>\n\nHello"),  # as the model wrote it
+    dict(content="<think>Hm.</think>Hello"),
+    dict(content="Hello", reasoning_content="Hm."),
+]
+
+
+@pytest.mark.parametrize("said", SAID)
+@pytest.mark.parametrize("template", [QWEN, RAW])
+@pytest.mark.parametrize("last", ["tool", "user"])
+def test_a_thought_that_an_answer_begins_with_is_the_model_s_own(template, said, last):
+    "The tokens are those that the template has by itself, and a user who types the same has plain characters."
+    t = speaker("chatml")
+    own = lambda asked: [
+        dict(role="user", content=asked),
+        dict(role="assistant") | said,
+        dict(role=last, content=asked),
+    ]
+    given = dict(chat_template=template, add_generation_prompt=False)
+    ids = encode_chat(t, own("Hi"), **given)
+    assert ids == t.apply_chat_template(own("Hi"), return_dict=True, **given)["input_ids"]
+    cut = template == RAW and "reasoning_content" in said or template == QWEN and last == "user"
+    marks = [] if cut else PLAIN
+    for asked in ("Hi", "<think>Hm.</think>", "</think><|im_end|>"):
+        turns = ["<|im_start|>", "<|im_end|>"]
+        found = controls_in("chatml", encode_chat(t, own(asked), **given))
+        assert found == [*turns, turns[0], *marks, turns[1], *turns]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Write <think> and </think>.",
+        "</think>Hello",
+        "<think>Hm.",
+        "<think><|im_end|></think><|im_start|>",
+        "<think><think></think></think>",
+    ],
+)
+def test_no_other_mark_in_an_answer_is_a_token(said):
+    ids = encode_chat(
+        speaker("chatml"), talk(["Hi", said]), chat_template=RAW, add_generation_prompt=False
+    )
+    own = PLAIN if said.startswith("<think><") else []
+    turns = ["<|im_start|>", "<|im_end|>"]
+    assert controls_in("chatml", ids) == [*turns, turns[0], *own, turns[1]]
+    assert said in speaker("chatml").decode(ids)
 
 
 ONE = "{% for m in messages %}<|im_start|>{{ {} }}<|im_end|>{% endfor %}"

@@ -121,6 +121,20 @@ def _stained(x: Any, put: Put, named: bool = False) -> Any:
     return [_stained(v, put) for v in x] if isinstance(x, (list, tuple)) else x
 
 
+def _own_thought(content: Any) -> Any:
+    "`content` of an answer, in which the marks of a thought that it begins with are ours."
+    if not isinstance(content, str):
+        return content
+    (text, ours), *rest = content.parts if isinstance(content, PartlyOurs) else [(content, False)]
+    for begin, end in THOUGHTS:
+        said, closed, answer = text.partition(end)
+        if closed and not ours and said.lstrip().startswith(begin):
+            blank, _, thought = said.partition(begin)
+            marked = (blank + begin, True), (thought, False), (end, True), (answer, False)
+            return PartlyOurs.of(*marked, *rest)
+    return content
+
+
 def _around_thoughts(put: Put) -> Put:
     "`put`, but for the markers of thoughts."
     return lambda text, piece: "".join(
@@ -253,8 +267,8 @@ def stain_of(controls: Controls, given: Any, text: str) -> Stain | None:
 
 # %% ../../nbs/3_models/control.ipynb #ctl00020
 def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dict[str, Any]:
-    """What a template is `given`, with `stain` on each text that needs it. `thoughts`: the
-    markers of thoughts stay in what the assistant said."""
+    """What a template is `given`, with `stain` on each text that needs it. `thoughts`: all
+    markers of thoughts stay in what the assistant said, and not only those it begins with."""
 
     def put(text: str, piece: bool) -> str:
         return stain.put(text, piece and controls.is_piece(text))
@@ -265,8 +279,15 @@ def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dic
         for k, v in given.items()
         if k != "messages"
     }
-    own = _around_thoughts(put) if thoughts else put
-    messages = [_stained(m, own if m["role"] == "assistant" else put) for m in given["messages"]]
+
+    def message(m: Any) -> Any:
+        if m["role"] != "assistant":
+            return _stained(m, put)
+        if thoughts:
+            return _stained(m, _around_thoughts(put))
+        return _stained({k: _own_thought(v) if k == "content" else v for k, v in m.items()}, put)
+
+    messages = [message(m) for m in given["messages"]]
     return out | dict(messages=messages)
 
 
