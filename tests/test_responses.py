@@ -652,6 +652,18 @@ def test_whatever_is_sent_is_answered_or_refused(tools, body):
         checked(r.json())
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[*HealthCheck])
+@given(body=BODY)
+def test_whatever_is_sent_is_counted_or_refused(tools, body):
+    with httpx.Client(base_url=tools.url, timeout=100) as web:
+        r = web.post(f"{URL}/input_tokens", content=json.dumps(body).encode())
+    assert r.status_code < 500, (body, r.text)
+    if r.status_code != 200:
+        assert {*r.json()["error"]} == {"message", "type", "param", "code"}, r.text
+    else:
+        assert r.json()["input_tokens"] > 0
+
+
 @settings(max_examples=300, deadline=None)
 @given(body=BODY)
 def test_a_body_is_read_or_refused(body):

@@ -66,7 +66,7 @@ const checks = {
   },
 }
 for (const [name, provider] of Object.entries({
-  compatible: createOpenAICompatible({ ...base, name: 'batchlab', supportsStructuredOutputs: true })(model),
+  compatible: createOpenAICompatible({ ...base, name: 'batchlab', supportsStructuredOutputs: true, includeUsage: true })(model),
   sdk_chat: createOpenAI(base).chat(model),
   sdk_responses: createOpenAI(base)(model),
 })) {
