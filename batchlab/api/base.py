@@ -25,6 +25,7 @@ from batchlab.llm.config import (
     check_compile,
     check_count,
     check_counts,
+    check_kv_dtype,
     check_quantization,
     check_speculation,
     check_strategy,
@@ -84,6 +85,7 @@ class ModelState(ModelEngines):
     enable_prefix_caching: bool
     compile: bool | str
     quantization: str | None
+    kv_dtype: str | None
     speculation: str | None
     logprobs_mode: str
     own: bool  # it loaded the model itself, and may give up its weights
@@ -195,7 +197,9 @@ class LoadedModel(ModelState):
         own = max_model_len(self.model), self.pooler.limit
         fits = shapes, self.paddable, self.model.dtype, self.model.device, own
         if fits != self.limits_fit:  # else they stay, though other memory is free by now
-            self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
+            self.limits = choose_limits(
+                self.model, shapes, self.paddable, **limits, kv_dtype=self.kv_dtype
+            )
             self.limits_fit = fits
         self.engines.configure()
         release_threads()  # another thread may make the steps
@@ -448,6 +452,7 @@ class LLMBase(Lifetime):
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
+        kv_dtype: str | None = None,  # keep keys and values in 8 bits (int8): more of them fit
         speculation: str | None = None,  # draft from earlier text (lookup): faster, same tokens
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
@@ -467,6 +472,7 @@ class LLMBase(Lifetime):
         self.enable_prefix_caching = enable_prefix_caching is None or bool(enable_prefix_caching)
         self.compile = check_compile(compile)
         self.quantization = check_quantization(quantization, strategy)
+        self.kv_dtype = check_kv_dtype(kv_dtype, strategy)
         self.speculation = check_speculation(speculation, strategy)
         self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.pooler_config = PoolerConfig.of(pooler_config)

@@ -17,7 +17,7 @@ from .base import loading_peak
 from ..core.attention import TorchBackend
 from ..core.cache import Shape, kv_shapes
 from ..errors import ModelError, ParamError
-from ..llm.config import Limits, choose_limits, free_memory
+from ..llm.config import Limits, bytes_per_token, choose_limits, free_memory
 from ..llm.outputs import RequestGroup
 from ..models import max_model_len, with_template
 from ..models.fetch import find_model
@@ -144,10 +144,15 @@ def limits_of(llm: UnloadedLLM) -> Limits:
     if not llm.can_generate:
         asked["max_model_len"] = asked["max_model_len"] or llm.pooler.limit
     shapes = llm.shapes if llm.causal else (llm.shapes or [])[:1]
-    per_token = sum(h * (k + v) for h, k, v in shapes or ()) * llm.model.dtype.itemsize
+    per_token = bytes_per_token(shapes or (), llm.model.dtype, llm.kv_dtype)
     longest = asked["max_model_len"] or max_model_len(llm.model) or 2048
     room = free_memory(llm.device) - llm.weights_bytes
     one = 2 * per_token * (longest + 64)  # of which keys and values get 70%
     return choose_limits(
-        llm.model, shapes, **asked, device=llm.device, room=room if room > one else one
+        llm.model,
+        shapes,
+        **asked,
+        device=llm.device,
+        room=room if room > one else one,
+        kv_dtype=llm.kv_dtype,
     )

@@ -345,6 +345,7 @@ class WorkerInfo:
     name: str
     pid: int
     adapters: Any = None
+    kv_dtype: str | None = None
 
 
 class Worker:
@@ -371,6 +372,7 @@ class Worker:
             os.getpid(),
             engine.adapters
             and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest),
+            engine.kv_dtype,
         )
 
     def close(self) -> None:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'SPECULATIONS', 'model_and_tokenizer', 'no_collection', 'check_causal',
-           'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory',
-           'total_memory', 'Limits', 'fit_context', 'choose_limits', 'check_strategy', 'check_compile',
-           'check_quantization', 'check_count', 'check_counts', 'check_speculation', 'weights_digest', 'model_state']
+__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'KV_DTYPES', 'SPECULATIONS', 'model_and_tokenizer', 'no_collection',
+           'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit',
+           'free_memory', 'total_memory', 'Limits', 'fit_context', 'bytes_per_token', 'choose_limits', 'check_strategy',
+           'check_compile', 'check_quantization', 'check_kv_dtype', 'check_count', 'check_counts', 'check_speculation',
+           'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -346,6 +347,16 @@ def fit_context(l: Limits, asked: int | None) -> None:
         )
     l.max_model_len = l.kv_tokens
 
+# %% ../../nbs/2_core/config.ipynb #75ef7c95
+def bytes_per_token(
+    shapes: Sequence[Shape], dtype: torch.dtype, kv_dtype: str | None = None
+) -> int:
+    """Bytes that the keys and values of a token take in layers of these `shapes`: numbers of
+    `dtype`, or, with `kv_dtype` 'int8', bytes and two scales of 4 bytes for each KV head."""
+    if kv_dtype == "int8":
+        return sum(h * (k + v + 8) for h, k, v in shapes)
+    return sum(h * (k + v) for h, k, v in shapes) * dtype.itemsize
+
 # %% ../../nbs/2_core/config.ipynb #81d6c49b
 def choose_limits(
     model: PreTrainedModel,
@@ -357,13 +368,14 @@ def choose_limits(
     kv_cache_bytes: int | None = None,
     device: torch.device | None = None,
     room: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Limits:
     """The `Limits` of a model: what the user gave, else by its device and what memory is free
     there, unless `device` and `room`, bytes, say otherwise. Raises `ParamError`."""
     device = device or model.device
     cpu, own = device.type == "cpu", context_limit(model, max_model_len)
     if shapes:
-        per_token = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
+        per_token = bytes_per_token(shapes, model.dtype, kv_dtype)
     else:
         per_token = kv_bytes_per_token(model.config, model.dtype) if paddable else 0
     l = Limits(
@@ -428,6 +440,14 @@ def _check_way(name: str, x: object, ways: tuple[str, ...], strategy: str) -> st
 def check_quantization(x: object, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
     return _check_way("quantization", x, QUANTIZATIONS, strategy)
+
+
+KV_DTYPES = ("int8",)
+
+
+def check_kv_dtype(x: object, strategy: str) -> str | None:
+    "`x` if it names numbers that keys and values may be kept in. Raises `ParamError`."
+    return _check_way("kv_dtype", x, KV_DTYPES, strategy)
 
 
 def check_count(name: str, n: object) -> int | None:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 from ..core.backend import Backend
 from ..fast.packed import densify
+from ..fast.kernels import KernelBackend
 from ..fast.trial import BackendOptions
 from ..core.blocks import KVBudget
 from batchlab.llm.config import (
@@ -456,6 +457,16 @@ def probe(llm: LoadedModel) -> Backend:
             asked=Option("quantization", llm.quantization),
             why=backend.why,
         )
+    if llm.kv_dtype:
+        if not isinstance(backend, KernelBackend) or not backend.batch_invariant:
+            raise UnsupportedModelError(
+                "{asked} is for models that give the same bits in any company, on the kernels of "
+                "a CPU, and this one runs on {backend}{why}: leave it out",
+                asked=Option("kv_dtype", llm.kv_dtype),
+                backend=backend.name,
+                why=f" ({backend.why})" if backend.why else "",
+            )
+        backend.kv_dtype = llm.kv_dtype
     return backend
 
 # %% ../../nbs/2_core/loop.ipynb #03540260

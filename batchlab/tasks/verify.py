@@ -635,7 +635,7 @@ def verify(
     Each answer is compared with what transformers' own code computes of it. On a backend that is
     `batch_invariant` that is other arithmetic: where it differs by near-ties only, the request
     is run again alone on the same backend, which must give the very same answer, else it is a
-    bug.
+    bug. With `kv_dtype`, which no code of transformers' has, that run is the only check.
 
     `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of
     `RequestOutput`, or of what `embed` and its like give, for which see `check_vector`; those
@@ -661,8 +661,17 @@ def verify(
             report.divergences += named(check_vector(llm, out, tolerance))
             continue
         answers = [c for c in out.outputs if c.token_ids]
+        params = out.params or SamplingParams()
+        if llm.kv_dtype and not promises_bits(llm, params):
+            why = f"keys and values are {llm.kv_dtype}, and it was drawn without a seed"
+            report.skipped.append((out.request_id, why))
+            continue
         try:
-            found = [d for c in answers for d in check_answer(llm, out, c, tolerance)]
+            found = (
+                check_bits(llm, out) or []
+                if llm.kv_dtype
+                else [d for c in answers for d in check_answer(llm, out, c, tolerance)]
+            )
         except Exception as e:
             if not out_of_memory(e):
                 raise
@@ -672,7 +681,6 @@ def verify(
             continue
         report.requests += 1
         report.tokens += sum(len(c.token_ids) for c in answers)
-        params = out.params or SamplingParams()
         report.unseeded += len(answers) * is_unseeded(params)
         if not is_checkable(params, params.logprobs_mode or llm.logprobs_mode):
             report.unchecked += sum(c.logprobs is not None for c in answers)
