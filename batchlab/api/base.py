@@ -30,6 +30,7 @@ from batchlab.llm.config import (
     check_speculation,
     check_strategy,
     choose_limits,
+    free_memory,
     model_and_tokenizer,
     no_collection,
     rope_switch,
@@ -44,6 +45,7 @@ from ..machine import release_threads, trim_heap
 from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
 from ..models.fetch import short_name
 from ..tasks.admit import admit
+from ..tasks.draft import DraftModel, open_draft
 from ..tasks.lora import AdapterModules, Adapters, check_folders, check_modules, open_for
 from ..tasks.pooling import Pooler
 from ..tasks.speculation import Lookup, make_proposer
@@ -53,8 +55,8 @@ if TYPE_CHECKING:
     from batchlab.view.trace import Recorder
 
 # %% auto #0
-__all__ = ['ModelEngines', 'ModelState', 'loading_peak', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop', 'facts_of',
-           'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
+__all__ = ['ModelEngines', 'ModelState', 'loading_peak', 'room_beside', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop',
+           'facts_of', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
 
 # %% ../../nbs/2_core/base.ipynb #9c61fad8
 class ModelEngines(BackgroundLoop):
@@ -86,7 +88,7 @@ class ModelState(ModelEngines):
     compile: bool | str
     quantization: str | None
     kv_dtype: str | None
-    speculation: str | None
+    speculation: str | PreTrainedModel | None
     logprobs_mode: str
     own: bool  # it loaded the model itself, and may give up its weights
     source: tuple[Any, ...]  # from which it loaded it
@@ -97,6 +99,7 @@ class ModelState(ModelEngines):
     watchers: list[Callable]  # of its engines, and of requests: see `Engine`, `Delivery.mark`
     adapters: Adapters | None = None
     proposer: Lookup | None = None  # what drafts tokens, if that is on
+    draft: DraftModel | None = None  # with which small model
     recorder: Recorder | None = None  # the last there was
     asked_limits: dict[str, int | None]
     store_options: StoreOptions | None = None
@@ -144,6 +147,14 @@ def loading_peak(model: PreTrainedModel) -> int:
     return sum(sizes) + max(sizes, default=0)
 
 # %% ../../nbs/2_core/base.ipynb #b337ac8b
+def room_beside(draft: DraftModel, shapes: Sequence[Shape], model: PreTrainedModel) -> int:
+    """Bytes of free memory for `model`, whose layers keep `shapes`, where `draft` keeps keys and
+    values of as many tokens."""
+    own = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
+    free = free_memory(model.device)
+    return int(free * own / (own + draft.kv_bytes_per_token))
+
+
 class LoadedModel(ModelState):
     "A model that finds out about itself, as often as it has changed."
 
@@ -197,11 +208,15 @@ class LoadedModel(ModelState):
         own = max_model_len(self.model), self.pooler.limit
         fits = shapes, self.paddable, self.model.dtype, self.model.device, own
         if fits != self.limits_fit:  # else they stay, though other memory is free by now
+            if self.draft is not None and shapes and not limits["kv_cache_bytes"]:
+                limits["room"] = room_beside(self.draft, shapes, self.model)
             self.limits = choose_limits(
                 self.model, shapes, self.paddable, **limits, kv_dtype=self.kv_dtype
             )
             self.limits_fit = fits
         self.engines.configure()
+        if self.draft is not None:
+            self.draft.open(self.limits.kv_tokens or self.draft.kv_tokens)
         release_threads()  # another thread may make the steps
 
 # %% ../../nbs/2_core/base.ipynb #8c99bc72
@@ -423,6 +438,8 @@ class Lifetime(Upkeep):
             keep_blocks(self.engines)
             for e in self.engines.values():
                 e.reset()
+            if self.proposer is not None:
+                self.proposer.close()
             if self.adapters is not None:
                 self.adapters.unload()
         trim_memory()
@@ -453,7 +470,9 @@ class LLMBase(Lifetime):
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
         kv_dtype: str | None = None,  # keep keys and values in 8 bits (int8): more of them fit
-        speculation: str | None = None,  # draft from earlier text (lookup): faster, same tokens
+        # draft tokens: from earlier text (lookup), or by a small model (a hub id, a folder or a .gguf
+        # file) of the same vocabulary: faster, same tokens
+        speculation: str | PathLike[str] | PreTrainedModel | None = None,
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
         # how hidden states are pooled, if not as the model's folder says
@@ -486,6 +505,7 @@ class LLMBase(Lifetime):
         self.store_options = check_store(*asked, strategy, self.enable_prefix_caching)
         check_folders(lora_modules, max_lora_rank)
         self.load(model, tokenizer, dtype, device, check_template(chat_template))
+        self.draft = open_draft(self)
         if enable_lora or lora_modules:
             self.adapters = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
         self.begin(trace)

@@ -15,6 +15,7 @@ from ..core.engine import sum_ledgers
 from ..core.request import Count, Request, RowOutput
 from ..core.scheduler import Scheduler
 from ..llm.config import Limits, free_memory, total_memory
+from ..llm.kvfiles import stored
 from ..llm.outputs import MemoryPlan, RequestGroup, Stats
 from ..llm.rectangle import round_up
 from ..tasks.lora import plan_adapters
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['WIDTHS', 'LIBRARIES_BYTES', 'in_order', 'simulate', 'workspace_bytes', 'libraries_bytes', 'machine_memory',
-           'limits_in', 'make_plan', 'make_stats']
+           'limits_in', 'draft_bytes', 'store_bytes', 'make_plan', 'make_stats']
 
 # %% ../../nbs/2_core/plan.ipynb #5ac1984c
 def in_order(llm: LoadedModel, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
@@ -93,6 +94,7 @@ def machine_memory(llm: LoadedModel) -> tuple[int, int]:
     total, held = total_memory(llm.device), libraries_bytes(llm)
     if llm.loaded:
         held += llm.weights_bytes + sum(e.runner.nbytes for e in llm.engines.values())
+        held += 0 if llm.draft is None else llm.draft.weights_bytes + llm.draft.runner.nbytes
     return total, min(total, free_memory(llm.device) + held)
 
 
@@ -103,6 +105,9 @@ def limits_in(llm: LoadedModel, memory_bytes: int | None, longest: int) -> Limit
     if memory_bytes is None or llm.asked_limits["kv_cache_bytes"] or not l.kv_tokens:
         return l
     room = memory_bytes - libraries_bytes(llm) - llm.weights_bytes
+    if llm.draft is not None:
+        both = l.kv_bytes_per_token + llm.draft.kv_bytes_per_token
+        room = (room - llm.draft.weights_bytes) * l.kv_bytes_per_token // both
     one = round_up(longest, size) * l.kv_bytes_per_token
     l = replace(l, kv_bytes=max(one, int(0.7 * room)))
     l.fit(size)
@@ -123,6 +128,22 @@ def _count_longest(llm: LoadedModel, limits: Limits, lengths: Iterable[int]) -> 
     return slots, sum(held[:slots]) // size
 
 # %% ../../nbs/2_core/plan.ipynb #ce6e1c74
+def draft_bytes(llm: LoadedModel, tokens: int) -> int:
+    "Bytes of a draft model, with keys and values of so many tokens; 0 without one."
+    draft = llm.draft
+    return 0 if draft is None else draft.weights_bytes + tokens * draft.kv_bytes_per_token
+
+
+def store_bytes(llm: LoadedModel) -> tuple[int, int, int]:
+    """Of a prefix store: what lies on disk of it, the most that it may take, and one block, all in
+    bytes; zeros without one."""
+    if llm.store_options is None:
+        return 0, 0, 0
+    there = sum(f.nbytes for f in stored(llm.store_options.root))
+    block = llm.backend.block_size * llm.limits.kv_bytes_per_token
+    return there, llm.store_options.limit, block
+
+
 def make_plan(
     llm: LoadedModel, groups: Sequence[RequestGroup], memory_bytes: int | None = None
 ) -> MemoryPlan:
@@ -165,6 +186,8 @@ def make_plan(
         libraries_bytes(llm),
         llm.loading_bytes,
         bool(memory_bytes),
+        draft_bytes(llm, blocks * size),
+        *store_bytes(llm),
     )
 
 # %% ../../nbs/2_core/plan.ipynb #4c608bc9
@@ -184,6 +207,7 @@ def make_stats(llm: LoadedModel) -> Stats:
         for what in ("stored", "loaded")
         for unit, more in (("blocks", ""), ("bytes", "_bytes"))
     }
+    counts = {} if llm.proposer is None else llm.proposer.counts
     return Stats(
         dict(llm.delivery.ends),
         d["prompt_tokens"],
@@ -207,6 +231,7 @@ def make_stats(llm: LoadedModel) -> Stats:
         d["output_tokens"] / llm.engines.seconds if llm.engines.seconds else math.nan,
         all_time.drafted,
         all_time.drafted - all_time.rejected,
+        {k: (n["drafted"], n["right"]) for k, n in counts.items()},
         **moved,
         lost_blocks=getattr(store, "lost", 0),
     )

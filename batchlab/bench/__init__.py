@@ -22,7 +22,7 @@ from . import peers
 from .shapes import GGUF_TYPES, SHAPES, gguf_of, int8_of, shape_folder
 from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
 from ..jobs.fields import JobInput
-from ..llm.config import QUANTIZATIONS, SPECULATIONS
+from ..llm.config import QUANTIZATIONS
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..view import drawing
@@ -305,8 +305,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     add("dtype", "number format that all compute in (default: bf16)", **dtypes)
     bits = "with --profile, --sweep, --memory or --bandwidth: weights of the model in 8 or 4 bits"
     add("quantization", bits, choices=QUANTIZATIONS)
-    drafts = "with --profile or --sweep: draft tokens and check several in a step"
-    add("speculation", drafts, choices=SPECULATIONS)
+    drafts = "with --profile or --sweep: draft tokens (lookup, or a small model) and check several in a step"
+    add("speculation", drafts)
     add("device", "where to run: auto, cpu or cuda (default: auto)", default="auto")
     kinds = dict(default=list(WORKLOADS), choices=WORKLOADS)
     add("workloads", "kinds of requests (default: all)", nargs="+", **kinds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'outputs_html',
            'StreamEvent', 'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryPlan',
-           'memory_lines', 'plan_lines', 'StoreCounts', 'Stats']
+           'memory_lines', 'store_lines', 'plan_lines', 'StoreCounts', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
 import math, time
@@ -458,7 +458,9 @@ class MemoryPlan:
     what the machine has, 0 if that was not looked at, or what was `given` instead; `free_bytes`:
     what of it the process may take, with what it holds already. `libraries_bytes`: about what
     Python and torch take; `loading_bytes`: the most that the weights take while they are loaded.
-    `estimate`: how the plan is less than exact."""
+    `estimate`: how the plan is less than exact. `draft_bytes`: of a draft model, with its keys and
+    values. `store_bytes`: what a prefix store has on disk, of at most `store_limit_bytes`, each
+    block about `store_block_bytes`."""
 
     num_requests: int
     prompt_tokens: int
@@ -482,11 +484,15 @@ class MemoryPlan:
     libraries_bytes: int = 0
     loading_bytes: int = 0
     given: bool = False
+    draft_bytes: int = 0
+    store_bytes: int = 0
+    store_limit_bytes: int = 0
+    store_block_bytes: int = 0
 
     @property
     def running_bytes(self) -> int:
-        "Weights, keys and values, adapters, workspace and libraries together."
-        kept = self.weights_bytes + self.kv_bytes + self.adapters_bytes
+        "Weights, keys and values, adapters, a draft model, workspace and libraries together."
+        kept = self.weights_bytes + self.kv_bytes + self.adapters_bytes + self.draft_bytes
         return kept + self.workspace_bytes + self.libraries_bytes
 
     @property
@@ -509,6 +515,7 @@ class MemoryPlan:
 def sum_lines(p: MemoryPlan) -> list[str]:
     "What `p` adds up while it runs, and while the weights are loaded; the larger comes first."
     parts = dict(weights=p.weights_bytes, KV=p.kv_bytes, adapters=p.adapters_bytes)
+    parts["draft model"] = p.draft_bytes
     parts |= dict(workspace=p.workspace_bytes, libraries=p.libraries_bytes)
     sizes = " + ".join(f"{name} {megabytes(n)}" for name, n in parts.items() if n)
     peak = p.loading_bytes + p.libraries_bytes
@@ -546,6 +553,19 @@ def memory_lines(p: MemoryPlan, spell: Callable[[Option], str] = str) -> list[st
     return [*sum_lines(p), said, *[p.estimate] * bool(p.estimate)]
 
 
+def store_lines(p: MemoryPlan) -> list[str]:
+    "What there is on disk of a prefix store, and how much it may hold; [] without one."
+    if not p.store_limit_bytes:
+        return []
+    most = p.store_limit_bytes * 15 // 16  # the rest is room for what is being written
+    blocks = most // max(1, p.store_block_bytes)
+    return [
+        f"prefix store {megabytes(p.store_bytes)} on disk, of at most "
+        f"{megabytes(p.store_limit_bytes)}: room for {blocks:,} blocks, "
+        f"{blocks * p.block_size:,} tokens"
+    ]
+
+
 def plan_lines(p: MemoryPlan, most: int) -> list[str]:
     "The plan `p` in lines, with at most `most` refusals."
     blocks = f", {p.blocks:,} blocks of {p.block_size} tokens" if p.block_size else ""
@@ -561,6 +581,9 @@ def plan_lines(p: MemoryPlan, most: int) -> list[str]:
     if p.adapters_limit_bytes:
         most_bytes = megabytes(p.adapters_limit_bytes)
         lines.append(f"adapters {megabytes(p.adapters_bytes)}, of at most {most_bytes}")
+    if p.draft_bytes:
+        lines.append(f"draft model {megabytes(p.draft_bytes)}, with its keys and values")
+    lines += store_lines(p)
     lines += memory_lines(p)
     lines += [f"request {i} is refused: {why}" for i, why in refused]
     return [*lines, *[f"and {more:,} more are refused"] * (more > 0)]
@@ -597,7 +620,8 @@ class Stats(StoreCounts):
     `slots_in_use`, and of blocks those that memory was taken for, those in use and those whose
     content can be found, `kv_bytes`: now. Times in seconds, means over requests;
     `tokens_per_second`: output tokens over the time spent in steps. `drafted_tokens`: by
-    speculation, of which the `accepted_tokens` were right. For a store see `StoreCounts`."""
+    speculation, of which the `accepted_tokens` were right; `drafts`: both by what drafted them, 'forced' by a
+    grammar, found in its 'own' text or in the 'pool' of all, or by a 'draft' model. For a store see `StoreCounts`."""
 
     requests: dict[str, int]
     prompt_tokens: int
@@ -621,6 +645,7 @@ class Stats(StoreCounts):
     tokens_per_second: float
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return facts_text(self, _facts_of(self))
@@ -632,7 +657,9 @@ class Stats(StoreCounts):
 def _facts_of(s: Stats) -> dict[str, str]:
     "What a `Stats` shows, by name."
     n, right = s.drafted_tokens, s.accepted_tokens
-    drafts = {"drafts": f"{n:,} tokens, of which {right:,} were right"} if n else {}
+    each = ", ".join(f"{k} {good:,} of {all:,}" for k, (all, good) in s.drafts.items())
+    text = f"{n:,} tokens, of which {right:,} were right" + f" ({each})" * bool(each)
+    drafts = {"drafts": text} if n else {}
     said = lambda x, form: "–" if math.isnan(x) else format(x, form)
     ended = ", ".join(f"{count:,} {why}" for why, count in s.requests.items()) or "none"
     return dict(
