@@ -219,15 +219,6 @@ def test_named_by_a_folder(tmp_path):
     more = llm.plan(prompts, greedy(20)).running_bytes - alone.running_bytes
     assert more == plan.draft_bytes + plan.workspace_bytes - alone.workspace_bytes
     assert "draft model" not in str(alone) and "prefix store" not in str(alone)
-    store = dict(prefix_store=tmp_path / "store", prefix_store_bytes=10**8)
-    with LLM(str(tmp_path / "model"), dtype="fp32", **store) as kept:
-        kept.generate([[5] * 300], greedy(20), use_tqdm=False)
-    plan = kept.plan(prompts, greedy(20))
-    files = [f.stat().st_size for f in (tmp_path / "store").rglob("*.kv")]
-    assert plan.store_bytes == sum(files) > 0 and plan.store_limit_bytes == 10**8
-    assert 0 <= max(files) - plan.store_block_bytes < 4096
-    blocks = 10**8 * 15 // 16 // plan.store_block_bytes
-    assert f"room for {blocks:,} blocks, {blocks * plan.block_size:,} tokens" in str(plan)
 
 
 def test_which_models_are_refused(tmp_path):
