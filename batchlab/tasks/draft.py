@@ -100,7 +100,7 @@ class DraftMemory:
     def behind(self, request: Request) -> int:
         "How many tokens of `request` it has not computed."
         row = self.rows.get(request)
-        return request.num_tokens - (row.copy.num_computed_tokens if row else 0)
+        return max(0, request.num_tokens - (row.copy.num_computed_tokens if row else 0))
 
     def follow(self, request: Request, end: int, wanted: set[Request]) -> Follower | None:
         """The row of `request`, with memory for `end` tokens; None where there can be none. What
