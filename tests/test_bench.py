@@ -13,6 +13,7 @@ from batchlab.jobs.advice import conclusions
 from batchlab.api import LLM
 from batchlab.models import load_model, tiny_model
 from batchlab.basics.prefill import generate_naive
+from batchlab.view import drawing
 from helpers import greedy, ids, run, until
 
 TINY = "--dtype fp32 --device cpu --scale .03 --threads 1 --rounds 1".split()
@@ -29,7 +30,7 @@ def folder(tmp_path_factory):
 def command(model, workloads, *more, **env):
     "The command in a process of its own: status, standard output, standard error."
     args = [*TINY, "--model", model, "--workloads", *workloads.split(), *more]
-    r = run(sys.executable, "-m", "batchlab.bench", *args, **env)
+    r = run(sys.executable, "-m", "batchlab", "bench", *args, **env)
     return r.returncode, r.stdout, r.stderr
 
 
@@ -104,7 +105,7 @@ def test_killed_command_leaves_no_contender(folder):
     # transformers' continuous batching has a thread that would keep its process alive.
     args = "--rounds 100000 --patience 600 --contenders hf-cb --workloads single --model".split()
     killed = subprocess.Popen(
-        [sys.executable, "-m", "batchlab.bench", *TINY, *args, folder],
+        [sys.executable, "-m", "batchlab", "bench", *TINY, *args, folder],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -182,7 +183,7 @@ def test_what_a_contender_did_before_it_died_is_reported():
     report = bench.as_report([whole, died])
     assert [list(r["workloads"]) for r in report["results"]] == [["single", "uniform"], ["single"]]
     assert "| died |" in bench.speed_table(report)
-    assert "died" in bench.detail_table(report) and "died" in bench.bars(report).svg
+    assert "died" in bench.detail_table(report) and "died" in drawing.bars(*bench.bars(report)).svg
 
 
 def test_a_shape_is_made_once_and_every_way_of_loading_gives_its_weights(tmp_path, monkeypatch):

@@ -541,7 +541,7 @@ def test_letters_that_standard_output_can_not_write(batchlab, model, tmp_path, e
 
 
 def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
-    from batchlab.bench.__main__ import main as bench
+    from batchlab.cli.measure import main as bench
 
     write_lines(tmp_path / "in.jsonl", dict(prompt="a"), dict(prompt="b", max_tokens=3))
     report, source = tmp_path / "report.json", str(tmp_path / "in.jsonl")

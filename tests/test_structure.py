@@ -47,12 +47,21 @@ def contracts(folder):
             "core is not allowed to import",
         ),
         ("jobs/formats", "import batchlab.view.viewer", "jobs is not allowed to import"),
+        ("bench/shapes", "import batchlab.jobs.job", "bench is not allowed to import"),
         ("core/blocks", "from . import engine", "no circle among the files of a room BROKEN"),
         ("core/hashes", "from .runners import F", "core.runners -> torch"),
         ("stray", "", "a floor imports only floors below it BROKEN"),
         ("api/__init__", "if TYPE_CHECKING:\n    from .cli import main", ""),
     ],
-    ids=["up, in a function", "across", "in a circle", "torch", "on no floor", "for an editor"],
+    ids=[
+        "up, in a function",
+        "across",
+        "from bench",
+        "in a circle",
+        "torch",
+        "on no floor",
+        "for an editor",
+    ],
 )
 def test_a_planted_import_breaks_a_contract(tmp_path, module, code, said):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

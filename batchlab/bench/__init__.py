@@ -10,10 +10,10 @@ __all__ = ['WORKLOADS', 'CONTENDERS', 'Workload', 'workload', 'Contender', 'cont
 import argparse, contextlib, importlib.metadata, importlib.util, inspect, json, math, os, platform, random, re
 import signal, subprocess, sys, tempfile, textwrap, time, timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil, torch
 
@@ -21,11 +21,9 @@ import batchlab
 from . import peers
 from .shapes import GGUF_TYPES, SHAPES, gguf_of, int8_of, shape_folder
 from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
-from ..jobs.fields import JobInput
 from ..llm.config import QUANTIZATIONS
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
-from ..view import drawing
 
 # %% ../../nbs/9_bench/bench.ipynb #9404870e
 @dataclass
@@ -547,8 +545,18 @@ def detail_table(report: dict) -> str:
 KINDS = "decode", "prefill", "cached", "padded", "again", "held"  # a colour for each contender
 
 
-def bars(report: dict) -> drawing.Picture:
-    """The `Picture` of a report: for each workload and contender a bar, its share of the fastest
+class Bars(NamedTuple):
+    "What a picture of bars shows: the first arguments of `batchlab.view.drawing.bars`."
+
+    rows: Mapping[str, Mapping[str, float]]
+    key: Mapping[str, tuple[str, str]]
+    label: str
+    notes: Mapping[str, str]
+    title: str
+
+
+def bars(report: dict) -> Bars:
+    """The `Bars` of a report: for each workload and contender a bar, its share of the fastest
     speed in the workload."""
     each: dict[str, dict[str, float]] = {}
     for r in report["results"]:
@@ -561,7 +569,7 @@ def bars(report: dict) -> drawing.Picture:
             notes[f"{name}: {label}"] = f"{speed:,.0f} tokens/s"
     key = {r["label"]: (KINDS[i % len(KINDS)], "") for i, r in enumerate(report["results"])}
     title = "Output tokens per second by workload and contender"
-    return drawing.bars(rows, key, "of the fastest speed", notes, title)
+    return Bars(rows, key, "of the fastest speed", notes, title)
 
 # %% ../../nbs/9_bench/bench.ipynb #74a91aa5
 def peer_folder(model: Any, tokenizer: Any, spare: str | Path) -> str:
@@ -669,7 +677,7 @@ def busy_core() -> Iterator[subprocess.Popen]:
             spin.kill()
 
 # %% ../../nbs/9_bench/bench.ipynb #5e70b004
-Measured = tuple[str, dict, drawing.Picture | None]  # tables, what the report says, and the picture
+Measured = tuple[str, dict, Bars | None]  # tables, what the report says, and the picture
 
 
 def run_compare(s: Setup) -> Measured:
@@ -686,12 +694,6 @@ def run_compare(s: Setup) -> Measured:
     return "\n\n".join(tables + left_out), report, bars(report)
 
 # %% ../../nbs/9_bench/bench.ipynb #46e24cea
-def input_fields(args: argparse.Namespace) -> dict[str, Any]:
-    "The fields of a `JobInput`, beside the file, that `args` have."
-    names = {f.name for f in fields(JobInput) if f.init} - {"input"}
-    return {name: getattr(args, name) for name in names if name in args}
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     "Fill in the contenders. Raises `ValueError`, `JobError`."
     usual = [name for name in CONTENDERS if name != "hf-loop"]
@@ -710,9 +712,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise JobError("to compare, give --contenders batchlab:quantization=int8")
     if args.speculation and args.mode in (None, "busy"):
         raise JobError("to compare, give --contenders batchlab batchlab:speculation=lookup")
-    for name in input_fields(args):
-        if not args.input and name != "spell":
-            raise JobError(f"{args.spell(Option(name))} is for --input")
     for path in filter(None, (args.json, args.svg)):
         try:  # what was measured for minutes should have a place
             open(path, "a", encoding="utf-8").close()

@@ -10,7 +10,6 @@ __all__ = ['profile', 'decode_rate', 'sweep', 'cliffs', 'memory_of', 'memory_tab
 import contextlib, itertools, math, random, re, time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -20,19 +19,12 @@ from torch.utils.benchmark import Timer
 
 import batchlab.core.engine
 from .. import bench
-from ..jobs.advice import advise, conclusions, try_int8
 from ..core.attention import PackedStep
 from ..fast.native import PARTS
-from . import Measured, Setup, Workload, markdown
-from ..errors import JobError
+from . import Bars, Measured, Setup, Workload, markdown
 from ..api import LLM
 from ..core.params import SamplingParams
-from ..core.request import Request
 from ..core.cache import kv_shapes
-from ..view import drawing
-from ..jobs.job import Job
-from ..jobs.lines import ParamsCache
-from ..jobs.runner import admit_line
 
 # %% ../../nbs/9_bench/profiling.ipynb #2742e401
 class Clock:
@@ -166,46 +158,6 @@ def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:
         s.say(f"{name} …")
         yield name, s.make(name)
 
-# %% ../../nbs/9_bench/profiling.ipynb #66812326
-def requests_of(llm: LLM, path: str, **how: Any) -> Workload:
-    """The first requests of file `path` as a `Workload` for `llm`, read as a `Job` with the
-    fields in `how` reads them. Raises `JobError`."""
-    job, params, found = Job(path, **how), ParamsCache(None), list[Request]()
-    job.check()
-    for number, raw in job.raw():
-        line = job.line(number, raw)
-        if not line.failure and (group := admit_line(llm, line, params, first=not found)):
-            found += group.requests
-    if not found:
-        raise JobError(
-            f"{path}: none of the first {job.limit} lines is a request that this model answers; "
-            "batchlab plan says why"
-        )
-    prompts, tokens = [r.prompt_ids for r in found], [r.max_tokens for r in found]
-    return Workload(Path(path).name, prompts, tokens, llm.limits.max_num_seqs)
-
-
-def run_profile(s: Setup) -> Measured:
-    "The table of a step's parts, what it says, and the report."
-    llm, spell, requests = own_llm(s), s.args.spell, 64
-    if s.args.input:
-        how = dict(limit=max(1, round(64 * s.args.scale))) | bench.input_fields(s.args)
-        own = requests_of(llm, s.args.input, **how)
-        few = [min(4, n) for n in own.max_tokens[:4]]
-        rows = {own.name: profile(llm, own, Workload("warm", own.prompts[:4], few, 4))}
-        requests = len(own.prompts)
-    else:
-        rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
-    said = [
-        f"{name}: {m.said(spell)}"
-        for name, (parts, _) in rows.items()
-        for m in conclusions(parts, bool(llm.quantization))
-    ]
-    said += [f"faster: {m.said(spell)}" for m in advise(llm, requests) + try_int8(llm)]
-    report = {name: dict(parts=parts, steps=steps) for name, (parts, steps) in rows.items()}
-    text = f"{profile_table(rows)}\n\n" + "\n".join(said)
-    return text, dict(profile=report, said=said), None
-
 # %% ../../nbs/9_bench/profiling.ipynb #c6eaa829
 def decode_rate(
     llm: LLM,
@@ -273,12 +225,12 @@ def cliffs(got: dict[str, dict[int, float]], slack: float = 0.1) -> list[str]:
     ]
 
 # %% ../../nbs/9_bench/profiling.ipynb #358bd192
-def sweep_bars(got: dict[str, dict[int, float]]) -> drawing.Picture:
-    """The `Picture` of a `sweep`: a bar for each number of slots and each context, in tokens per
+def sweep_bars(got: dict[str, dict[int, float]]) -> Bars:
+    """The `Bars` of a `sweep`: a bar for each number of slots and each context, in tokens per
     second."""
     rows = {f"{n} {kind}": {kind: rate} for kind in got for n, rate in got[kind].items()}
     key = dict(slots=("decode", "over slots"), context=("prefill", "over context"))
-    return drawing.bars(rows, key, "tokens/s", title="Decode speed over slots and over context")
+    return Bars(rows, key, "tokens/s", {}, "Decode speed over slots and over context")
 
 
 def run_sweep(s: Setup) -> Measured:
@@ -376,5 +328,5 @@ def run_bandwidth(s: Setup) -> Measured:
 
 # %% ../../nbs/9_bench/profiling.ipynb #1a4f42fd
 MODES: dict[str, Callable[[Setup], Measured]] = dict(
-    profile=run_profile, sweep=run_sweep, memory=run_memory, bandwidth=run_bandwidth
+    sweep=run_sweep, memory=run_memory, bandwidth=run_bandwidth
 )

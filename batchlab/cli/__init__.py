@@ -701,7 +701,7 @@ def submit_batch(args: Namespace, llm: LLM | None = None) -> int:
 
 def bench(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab bench`. Returns the exit status."
-    from batchlab.bench.__main__ import main
+    from batchlab.cli.measure import main
 
     return main(args.rest, bench_parser(), parser_of("run").spell)
 
