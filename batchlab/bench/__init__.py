@@ -20,7 +20,7 @@ import psutil, torch
 import batchlab
 from . import peers
 from .shapes import GGUF_TYPES, SHAPES, gguf_of, int8_of, shape_folder
-from ..errors import JobError, ModelError, OneLineParser, Option, Unavailable
+from ..errors import JobError, ModelError, OneLineParser, Unavailable
 from ..llm.config import QUANTIZATIONS
 from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
