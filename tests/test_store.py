@@ -228,6 +228,20 @@ def kv_of(llm, ps):
     return {b.hash: e.runner.cache.block_data(i) for i, b in enumerate(blocks) if b.hash}
 
 
+def test_a_plan_says_what_the_store_holds_and_how_much_it_may(model, tmp_path):
+    ps = prompts()
+    llm = opened(model, tmp_path, prefix_store_bytes=64_000_000)
+    answers(llm, ps)
+    llm.close()
+    again = opened(model, tmp_path, prefix_store_bytes=64_000_000)
+    plan = again.plan(asked(ps), greedy(8))
+    assert plan.store_bytes == sum(w.nbytes for w in worlds(tmp_path)) > 0
+    assert plan.store_limit_bytes == 64_000_000
+    assert plan.store_block_bytes == plan.block_size * again.limits.kv_bytes_per_token
+    assert f"{64_000_000 * 15 // 16 // plan.store_block_bytes:,} blocks" in str(plan)
+    assert "prefix store" not in str(LLM(model).plan(asked(ps), greedy(8)))
+
+
 def test_a_block_has_the_bits_that_were_computed(model, tmp_path):
     ps = prompts(1)[:1]
     first = opened(model, tmp_path)
