@@ -6,11 +6,14 @@ import pytest, torch
 
 from batchlab.api import LLM
 from batchlab.core.params import SamplingParams
+from batchlab.api.unloaded import UnloadedLLM
 from batchlab.errors import ParamError
+from batchlab.jobs.ray import portable
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.models.tiny import tiny_adapter
 from batchlab.tasks.speculation import StepTimes, TimeAccount, rounds_worth
 from helpers import generated, greedy, ids, oracle
+from test_encoders import encoder
 from test_speculation import WAYS, checked, drafted, drawn_params, drawn_prompts, seen
 
 
@@ -221,6 +224,47 @@ def test_named_by_a_folder(tmp_path):
     assert "draft model" not in str(alone) and "prefix store" not in str(alone)
 
 
+def test_a_plan_without_weights_reads_none_of_the_draft_model(tmp_path):
+    for name, layers in dict(model=2, small=1).items():
+        tiny_model("llama", num_hidden_layers=layers).save_pretrained(tmp_path / name)
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    how = dict(speculation=tmp_path / "small", dtype="fp32", device="cpu")
+    outline = UnloadedLLM(str(tmp_path / "model"), **how)
+    assert outline.draft.model.device.type == "meta"
+    llm = LLM(str(tmp_path / "model"), **how)
+    assert outline.draft.kv_bytes_per_token == llm.draft.kv_bytes_per_token
+    plan = outline.plan([[5, 6, 7]], greedy(20))
+    assert plan.draft_bytes >= sum(p.nbytes for p in llm.draft.model.parameters())
+
+
+def test_a_request_longer_than_the_draft_model_holds_nothing_of_it():
+    model = tiny_model("llama", max_position_embeddings=256)
+    small = tiny_model("llama", seed=1, max_position_embeddings=32)
+    llm = LLM(model, speculation=small)
+    llm.proposer.always = True
+    prompts = [[5, 6, 7] * 4, [8, 9] * 10, [3] * 60]
+    want = ids(LLM(model).generate(prompts, greedy(60), use_tqdm=False))
+    memory, held = llm.draft, []
+    follow = memory.follow
+
+    def watched(request, end, wanted):
+        row = follow(request, end, wanted)
+        held.append((end > 32, row is None, len(memory.rows[request].copy.block_table)))
+        return row
+
+    memory.follow = watched
+    assert ids(llm.generate(prompts, greedy(60), use_tqdm=False)) == want
+    assert any(not late for late, *_ in held)
+    assert all(none and blocks == 0 for late, none, blocks in held if late)
+
+
+def test_paths_hold_in_workers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert portable(dict(speculation="small"))["speculation"] == str(tmp_path / "small")
+    assert portable(dict(speculation="lookup"))["speculation"] == "lookup"
+
+
 def test_which_models_are_refused(tmp_path):
     model = tiny_model("llama")
     with pytest.raises(ParamError, match="has 200 tokens, and the model 259"):
@@ -235,8 +279,11 @@ def test_which_models_are_refused(tmp_path):
     other.save_pretrained(tmp_path)
     with pytest.raises(ParamError, match="id 259 is 'mill', and None in the model"):
         LLM(model, tiny_tokenizer(), speculation=str(tmp_path))
-    with pytest.raises(ParamError, match="got 'no-such'"):
-        LLM(model, speculation="no-such")
+    for wrong in ("no-such", "", torch.nn.Linear(2, 2)):
+        with pytest.raises(ParamError, match="speculation must be None, 'lookup' or a draft model"):
+            LLM(model, speculation=wrong)
+    with pytest.raises(ParamError, match="is for models that write text: leave it out"):
+        LLM(encoder("bert"), speculation=model)
 
 
 def test_rounds_only_where_they_pay():

@@ -2,9 +2,10 @@
 
 import copy, functools, random
 
-import pytest, torch
+import psutil, pytest, torch
 
 from batchlab import LLM, SamplingParams
+from batchlab.api.base import room_beside
 from batchlab.api.unloaded import UnloadedLLM
 from batchlab.core.attention import TorchBackend
 from batchlab.core.batch import pack_rows
@@ -25,6 +26,7 @@ from batchlab.jobs.runner import model_digest
 from batchlab.llm.store import facts_of_backend
 from batchlab.models import tiny_model
 from helpers import greedy, ids
+from test_encoders import encoder
 
 EVERY = torch.arange(20 * 64)
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -251,6 +253,33 @@ def test_what_can_not_be_kept_in_bytes_is_said():
     for arch in ("phimoe", "bloom"):  # not fused; not packed
         with pytest.raises(UnsupportedModelError, match="kv_dtype='int8' is for models that give"):
             LLM(tiny_model(arch), kv_dtype="int8")
+    with pytest.raises(UnsupportedModelError, match="reads texts both ways: leave it out"):
+        LLM(encoder("bert"), kv_dtype="int8")
+    longrope = dict(rope_type="longrope", rope_theta=1e4, factor=4.0)
+    longrope |= dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    more = dict(original_max_position_embeddings=64, rope_parameters=longrope)
+    with pytest.raises(UnsupportedModelError, match="in another way from 6[0-9] tokens on"):
+        LLM(tiny_model("phi3", **more), kv_dtype="int8")
+
+
+def test_a_plan_without_weights_refuses_the_same(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    for more, words in (
+        (dict(dtype="fp16"), "is in float16"),
+        (dict(compile=False), "runs on torch"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=words):
+            UnloadedLLM(str(tmp_path), **dict(device="cpu", dtype="fp32") | more, kv_dtype="int8")
+
+
+def test_room_beside_a_draft_model_counts_bytes(kernels):
+    model, small = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1)
+    llm = LLM(model, kv_dtype="int8", speculation=small)
+    own, beside = llm.limits.kv_bytes_per_token, llm.draft.kv_bytes_per_token
+    room = room_beside(llm.draft, llm.shapes, model, "int8")
+    free = room * (own + beside) / own
+    assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
+    assert room_beside(llm.draft, llm.shapes, model, None) > room
 
 
 def test_more_tokens_in_the_same_memory(kernels, tmp_path):
@@ -275,9 +304,18 @@ def test_more_tokens_in_the_same_memory(kernels, tmp_path):
 def test_verify_compares_with_the_same_request_alone():
     model, _ = alone("llama", torch.float32)
     llm = LLM(model, kv_dtype="int8")
-    outs = llm.generate(prompts_of()[:2], greedy(12), use_tqdm=False)
+    outs = llm.generate(prompts_of()[:2], greedy(12, logprobs=0), use_tqdm=False)
     outs += llm.generate(prompts_of()[3:4], SamplingParams(max_tokens=4), use_tqdm=False)
     report = llm.verify(outs)
     assert report.ok and report.requests == 2 and "without a seed" in report.skipped[0][1]
-    outs[1].outputs[0].token_ids[3] ^= 1
-    assert not llm.verify(outs).ok
+    short = LLM(model, kv_dtype="int8", max_model_len=32).verify(outs[:2])
+    assert len(short.skipped) == 2 - short.requests > 0 and "could not run" in str(short.skipped)
+    for change, what in (
+        (lambda c: c.token_ids.__setitem__(3, c.token_ids[3] ^ 1), "token"),
+        (lambda c: c.token_ids.pop(), "end"),
+        (lambda c: setattr(c, "finish_reason", "stop"), "end"),
+        (lambda c: setattr(c.logprobs[2][c.token_ids[2]], "logprob", -0.125), "logprob"),
+    ):
+        wrong = copy.deepcopy(outs[:2])
+        change(wrong[1].outputs[0])
+        assert [d.what for d in llm.verify(wrong).divergences] == [what]

@@ -22,6 +22,7 @@ from ..core.params import SamplingParams, check_logprobs_mode
 from ..errors import EngineError, ModelError, suggest_names
 from batchlab.llm.config import (
     Limits,
+    bytes_per_token,
     check_compile,
     check_count,
     check_counts,
@@ -147,10 +148,12 @@ def loading_peak(model: PreTrainedModel) -> int:
     return sum(sizes) + max(sizes, default=0)
 
 # %% ../../nbs/2_core/base.ipynb #b337ac8b
-def room_beside(draft: DraftModel, shapes: Sequence[Shape], model: PreTrainedModel) -> int:
-    """Bytes of free memory for `model`, whose layers keep `shapes`, where `draft` keeps keys and
-    values of as many tokens."""
-    own = sum(h * (k + v) for h, k, v in shapes) * model.dtype.itemsize
+def room_beside(
+    draft: DraftModel, shapes: Sequence[Shape], model: PreTrainedModel, kv_dtype: str | None
+) -> int:
+    """Bytes of free memory for `model`, whose layers keep `shapes` as `kv_dtype`, where `draft` keeps
+    keys and values of as many tokens."""
+    own = bytes_per_token(shapes, model.dtype, kv_dtype)
     free = free_memory(model.device)
     return int(free * own / (own + draft.kv_bytes_per_token))
 
@@ -209,7 +212,7 @@ class LoadedModel(ModelState):
         fits = shapes, self.paddable, self.model.dtype, self.model.device, own
         if fits != self.limits_fit:  # else they stay, though other memory is free by now
             if self.draft is not None and shapes and not limits["kv_cache_bytes"]:
-                limits["room"] = room_beside(self.draft, shapes, self.model)
+                limits["room"] = room_beside(self.draft, shapes, self.model, self.kv_dtype)
             self.limits = choose_limits(
                 self.model, shapes, self.paddable, **limits, kv_dtype=self.kv_dtype
             )

@@ -231,7 +231,7 @@ def make_stats(llm: LoadedModel) -> Stats:
         d["output_tokens"] / llm.engines.seconds if llm.engines.seconds else math.nan,
         all_time.drafted,
         all_time.drafted - all_time.rejected,
-        {k: (n["drafted"], n["right"]) for k, n in counts.items()},
+        {k: (n["drafted"], n["right"]) for k, n in list(counts.items())},
         **moved,
         lost_blocks=getattr(store, "lost", 0),
     )

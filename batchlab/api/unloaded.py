@@ -15,9 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from . import LLM
 from .base import loading_peak
 from ..core.attention import TorchBackend
-from ..core.cache import Shape, kv_shapes
 from ..errors import ModelError, ParamError
-from ..llm.config import Limits, bytes_per_token, choose_limits, free_memory
+from batchlab.llm.config import (
+    Limits,
+    bytes_per_token,
+    choose_limits,
+    free_memory,
+    refuse_kv_dtype,
+    rope_switch,
+    shapes_of,
+)
 from ..llm.outputs import RequestGroup
 from ..models import max_model_len, with_template
 from ..models.fetch import find_model
@@ -25,21 +32,9 @@ from ..models.load import load_outline, load_tokenizer, resolve_device
 from ..tasks.pooling import Pooler
 
 # %% auto #0
-__all__ = ['ALONE', 'shapes_of', 'quantized_bytes', 'stand_in', 'UnloadedLLM', 'limits_of']
+__all__ = ['ALONE', 'quantized_bytes', 'stand_in', 'UnloadedLLM', 'limits_of']
 
 # %% ../../nbs/2_core/unloaded.ipynb #6161a5c0
-def shapes_of(model: PreTrainedModel) -> list[Shape]:
-    """Of each layer of `model`, which lies on the meta device, `(kv_heads, key head_dim, value
-    head_dim)`."""
-    try:
-        return kv_shapes(model)
-    except Exception:  # it asks for numbers, or takes no cache
-        c: Any = model.config.get_text_config()
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return [(heads, size, size)] * c.num_hidden_layers
-
-
 def quantized_bytes(model: PreTrainedModel, quantization: str) -> int:
     """Bytes of the weights of `model` with those of linear layers in 8 bits and a scale a row, or,
     in 'w4a8', in 4 bits with a scale and an offset for each 32, and the head in 8 bits."""
@@ -126,7 +121,9 @@ class UnloadedLLM(LLM):
         return sum(p.nbytes for p in self.model.parameters())
 
     def prepare(self) -> None:
-        "Take shapes and limits from the config. Raises `ParamError`."
+        "Take shapes and limits from the config. Raises `ParamError`, `UnsupportedModelError`."
+        where = self.device, self.model.dtype, self.compile, self.causal, rope_switch(self.model)
+        refuse_kv_dtype(self.kv_dtype, *where)
         self.shapes = shapes_of(self.model)
         self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
         self.limits = limits_of(self)

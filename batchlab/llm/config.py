@@ -8,9 +8,9 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'KV_DTYPES', 'SPECULATIONS', 'model_and_tokenizer', 'no_collection',
            'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit',
-           'free_memory', 'total_memory', 'Limits', 'fit_context', 'bytes_per_token', 'choose_limits', 'check_strategy',
-           'check_compile', 'check_quantization', 'check_kv_dtype', 'check_count', 'check_counts', 'check_speculation',
-           'weights_digest', 'model_state']
+           'free_memory', 'total_memory', 'Limits', 'fit_context', 'shapes_of', 'refuse_kv_dtype', 'bytes_per_token',
+           'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_kv_dtype', 'check_count',
+           'check_counts', 'check_speculation', 'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -40,7 +40,7 @@ from ..machine import expanded, memory_limits
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 from ..errors import whole_number, written
 from ..basics.padding import can_pad
-from ..core.cache import Shape, kv_bytes_per_token
+from ..core.cache import Shape, kv_bytes_per_token, kv_shapes
 from ..core.request import Request, Row
 from .shown import megabytes
 
@@ -348,6 +348,51 @@ def fit_context(l: Limits, asked: int | None) -> None:
     l.max_model_len = l.kv_tokens
 
 # %% ../../nbs/2_core/config.ipynb #75ef7c95
+def shapes_of(model: PreTrainedModel) -> list[Shape]:
+    """Of each layer of `model`, which lies on the meta device, `(kv_heads, key head_dim, value
+    head_dim)`."""
+    try:
+        return kv_shapes(model)
+    except Exception:  # it asks for numbers, or takes no cache
+        c: Any = model.config.get_text_config()
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return [(heads, size, size)] * c.num_hidden_layers
+
+
+def refuse_kv_dtype(
+    kv_dtype: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    compile: bool | str,
+    causal: bool,
+    switch: int | None,
+    backend: Backend | None = None,
+) -> None:
+    """Raises `UnsupportedModelError` where keys and values can't be kept as `kv_dtype`; `backend`:
+    what runs the model, once that is known. See `choose_limits`, `rope_switch`."""
+    fault = ""
+    if backend is not None and not backend.batch_invariant:
+        fault = f"runs on {backend.name}" + (f" ({backend.why})" if backend.why else "")
+    elif device.type != "cpu":
+        fault = f"runs on {device.type}"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        fault = f"is in {str(dtype).removeprefix('torch.')}"
+    elif compile is False:
+        fault = "runs on torch (compile=False)"
+    elif not causal:
+        fault = "reads texts both ways"
+    elif switch is not None:
+        fault = f"turns its keys in another way from {switch:,} tokens on"
+    if kv_dtype and fault:
+        raise UnsupportedModelError(
+            "{asked} is for models that give the same bits in any company, on the kernels of "
+            "a CPU, and this one {fault}: leave it out",
+            asked=Option("kv_dtype", kv_dtype),
+            fault=fault,
+        )
+
+
 def bytes_per_token(
     shapes: Sequence[Shape], dtype: torch.dtype, kv_dtype: str | None = None
 ) -> int:
@@ -473,7 +518,7 @@ def check_speculation(x: object, strategy: str) -> str | PreTrainedModel | None:
     """`x` if it names a way to speculate, or the draft model for that: a folder, a `.gguf` file, a
     hub id or a loaded model. Raises `ParamError`."""
     name = os.fspath(x) if isinstance(x, os.PathLike) else x
-    if isinstance(name, nn.Module):
+    if isinstance(name, nn.Module) and hasattr(getattr(name, "config", None), "get_text_config"):
         _check_way("speculation", type(name).__name__, (type(name).__name__,), strategy)
         return x  # pyright: ignore[reportReturnType]    whether it is a model is seen when it is probed
     known = name in (None, *SPECULATIONS)
@@ -487,7 +532,9 @@ def check_speculation(x: object, strategy: str) -> str | PreTrainedModel | None:
 
 
 def _names_model(name: str) -> bool:
-    return "/" in name or os.sep in name or name == DEFAULT_MODEL or expanded(name).exists()
+    return bool(name) and (
+        "/" in name or os.sep in name or name == DEFAULT_MODEL or expanded(name).exists()
+    )
 
 # %% ../../nbs/2_core/config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:

@@ -26,6 +26,7 @@ from batchlab.llm.config import (
     model_state,
     probe_model,
     probe_pooling,
+    refuse_kv_dtype,
     select_runner,
     weights_digest,
 )
@@ -458,14 +459,9 @@ def probe(llm: LoadedModel) -> Backend:
             why=backend.why,
         )
     if llm.kv_dtype:
-        if not isinstance(backend, KernelBackend) or not backend.batch_invariant:
-            raise UnsupportedModelError(
-                "{asked} is for models that give the same bits in any company, on the kernels of "
-                "a CPU, and this one runs on {backend}{why}: leave it out",
-                asked=Option("kv_dtype", llm.kv_dtype),
-                backend=backend.name,
-                why=f" ({backend.why})" if backend.why else "",
-            )
+        where = model.device, model.dtype, llm.compile, llm.causal, llm.switch
+        refuse_kv_dtype(llm.kv_dtype, *where, backend)
+        assert isinstance(backend, KernelBackend)
         backend.kv_dtype = llm.kv_dtype
     return backend
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..core.attention import TorchBackend
 from ..core.backend import Backend
 from ..core.batch import make_batch
 from ..core.blocks import BlockPool, KVBudget, common_length
@@ -21,14 +22,16 @@ from ..core.request import Request, Row, StepPlan
 from ..core.runners import PackedRunner
 from ..errors import Option, ParamError
 from ..fast.trial import BackendOptions
-from ..llm.config import model_and_tokenizer, probe_model, rope_switch
+from ..llm.config import model_and_tokenizer, probe_model, rope_switch, shapes_of
 from ..models import max_model_len
+from ..models.fetch import find_model
+from ..models.load import load_outline
 
 if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
 
 # %% auto #0
-__all__ = ['CATCH_UP', 'Follower', 'DraftMemory', 'DraftModel', 'check_vocabulary', 'check_size', 'open_draft']
+__all__ = ['CATCH_UP', 'Follower', 'DraftMemory', 'DraftModel', 'check_vocabulary', 'check_size', 'read_draft', 'open_draft']
 
 # %% ../../nbs/5_tasks/draft.ipynb #30dbf285
 @dataclass(eq=False)
@@ -102,13 +105,20 @@ class DraftMemory:
         row = self.rows.get(request)
         return max(0, request.num_tokens - (row.copy.num_computed_tokens if row else 0))
 
+    def can_follow(self, request: Request, end: int) -> bool:
+        "Whether it can take `request` to `end` tokens."
+        row = self.rows.get(request)
+        return end <= self.max_len and not (row and row.barred)
+
     def follow(self, request: Request, end: int, wanted: set[Request]) -> Follower | None:
         """The row of `request`, with memory for `end` tokens; None where there can be none. What
         it has of requests that are not `wanted` may go."""
         row = self.rows.pop(request, None) or Follower(request)
         self.rows[request] = row  # the last in the order of use
         row.follow(self.vocab_size)
-        if row.barred or end > self.max_len:
+        if not self.can_follow(request, end) or row.barred:
+            self.pool.release(row.copy.block_table)
+            row.copy.block_table, row.copy.num_computed_tokens = [], 0
             return None
         while not self.pool.grow(row.copy.block_table, end):
             idle = next((r for r in self.rows if r not in wanted), None)
@@ -222,30 +232,49 @@ def check_size(asked: Option, model: PreTrainedModel, draft: PreTrainedModel) ->
         )
 
 # %% ../../nbs/5_tasks/draft.ipynb #c994ba4a
-def open_draft(llm: LoadedModel) -> DraftModel | None:
-    """The draft model that `llm.speculation` names, if it names one. Raises `ModelError`,
-    `ParamError`."""
+def read_draft(llm: LoadedModel, asked: Option) -> DraftModel:
+    "The draft model that `llm.speculation` is or names: without weights where `llm` has none."
     given = llm.speculation
-    if given in (None, "lookup") or not llm.can_generate:
-        return None
     named = isinstance(given, (str, PathLike))
-    model, tokenizer = model_and_tokenizer(given, None, "auto", llm.device if named else "auto")
-    asked = Option("speculation", str(given) if named else type(model).__name__)
-    sizes = llm.vocab_size, model.config.get_text_config().vocab_size
+    vocab, name = llm.vocab_size, str(asked.value)
+    if named and not llm.loaded and (folder := find_model(given, weights=False)).is_dir():
+        model, tokenizer, _ = load_outline(folder, "auto", llm.device)
+        shapes = shapes_of(model)
+        draft = DraftModel(model, TorchBackend(model, shapes), shapes, name, vocab)
+    else:
+        model, tokenizer = model_and_tokenizer(given, None, "auto", llm.device if named else "auto")
+        options = BackendOptions(llm.compile, named)
+        shapes, _, backend = probe_model(model, True, rope_switch(model), options)
+        draft = DraftModel(model, backend, shapes or (), name, vocab)
+    sizes = vocab, draft.vocab_size
     if llm.loaded or len(llm.get_tokenizer()) > 1:  # else it only counts tokens
         check_vocabulary(asked, llm.tokenizer, tokenizer, sizes)
-    check_size(asked, llm.model, model)
-    if model.device != llm.device:
+    if not named and model.device != llm.device:
         raise ParamError(
             "{asked} is on {there}, and the model on {here}: they must be on one device",
             asked=asked,
             there=model.device,
             here=llm.device,
         )
-    if not getattr(model, "can_generate", lambda: True)():
-        raise ParamError("{asked} writes no text: take a causal language model", asked=asked)
-    options = BackendOptions(llm.compile, named)
-    shapes, _, backend = probe_model(model, True, rope_switch(model), options)
     if shapes is None:
         raise ParamError("{asked} can't draft, as it does not run packed", asked=asked)
-    return DraftModel(model, backend, shapes, str(asked.value), llm.vocab_size)
+    return draft
+
+
+def open_draft(llm: LoadedModel) -> DraftModel | None:
+    """The draft model that `llm.speculation` names, if it names one and may draft on this device.
+    Raises `ModelError`, `ParamError`."""
+    given = llm.speculation
+    if given in (None, "lookup"):
+        return None
+    named = isinstance(given, (str, PathLike))
+    asked = Option("speculation", str(given) if named else type(given).__name__)
+    if not llm.can_generate:
+        raise ParamError("{asked} is for models that write text: leave it out", asked=asked)
+    if llm.device.type != "cpu":  # where speculation is off, see `make_proposer`
+        return None
+    draft = read_draft(llm, asked)
+    check_size(asked, llm.model, draft.model)
+    if not getattr(draft.model, "can_generate", lambda: True)():
+        raise ParamError("{asked} writes no text: take a causal language model", asked=asked)
+    return draft

@@ -367,6 +367,7 @@ class ModelGuesses(Lookup):
             and r.task.row.params.speculate
             and r.preemptible == late
             and r.max_tokens - len(r.output_ids) > 1
+            and self.model.can_follow(r, r.num_tokens + 1)
         ]
 
     def chance_of(self, request: Request, kind: str) -> float:
@@ -393,6 +394,9 @@ class ModelGuesses(Lookup):
         if self.drawn is None:
             self.drawn = {}  # also if it fails
             self.drawn = self.draw([r for r in self.asking if not self.looked_up(r)[1]])
+            for r in self.asking:
+                if self.drawn and not self.drawn.get(r):
+                    self.history_of(r).rate("draft").fade()
         ids = self.drawn.get(request, [])[:most]
         assert isinstance(request.task, Generation)
         guide = request.task.row.grammar
@@ -505,7 +509,10 @@ def exact_tokens(llm: LoadedModel) -> bool:
 
 def make_proposer(llm: LoadedModel) -> Lookup | None:
     "What drafts tokens for `llm`; None, said in a line, where they could change what it writes."
-    if llm.speculation is None or not llm.can_generate:
+    if llm.speculation is None:
+        return None
+    if not llm.can_generate:
+        log.warning("speculation is off: this model writes no text")
         return None
     if exact_tokens(llm):
         if llm.draft is None:

@@ -586,12 +586,18 @@ def check_bits(llm: StreamCalls, out: RequestOutput) -> list[Divergence] | None:
         return None
     found = []
     for c, d in zip(out.outputs, again.outputs):
-        pairs = zip(c.token_ids, [*d.token_ids, *[None] * len(c.token_ids)])
-        at = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-        if at is None:
-            continue
-        want = d.token_ids[at] if at < len(d.token_ids) else None
-        found.append(Answer(llm, out, c).divergence(at, c.token_ids[at], want, math.inf, 0.0))
+        a, ids, want = Answer(llm, out, c), c.token_ids, d.token_ids
+        at = next((t for t, (x, y) in enumerate(zip(ids, want)) if x != y), None)
+        was, now = (f"{x.finish_reason} at {len(x.token_ids)} tokens" for x in (c, d))
+        if at is not None:
+            found.append(a.divergence(at, ids[at], want[at], math.inf, 0.0))
+        elif was != now:
+            found.append(a.divergence(min(len(ids), len(want)), was, now, math.inf, 0.0, "end"))
+        elif llm.kv_dtype:
+            recorded = zip(ids, c.logprobs or [], d.logprobs or [])
+            both = [(x[i].logprob, y[i].logprob) for i, x, y in recorded]
+            if at := [t for t, (x, y) in enumerate(both) if x != y]:
+                found.append(a.divergence(at[0], *both[at[0]], math.inf, 0.0, "logprob"))
     return found
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
@@ -668,7 +674,7 @@ def verify(
             continue
         try:
             found = (
-                check_bits(llm, out) or []
+                check_bits(llm, out)
                 if llm.kv_dtype
                 else [d for c in answers for d in check_answer(llm, out, c, tolerance)]
             )
@@ -678,6 +684,9 @@ def verify(
             report.skipped.append(
                 (out.request_id, "out of memory, running it alone and without a cache")
             )
+            continue
+        if found is None:
+            report.skipped.append((out.request_id, "it could not run alone"))
             continue
         report.requests += 1
         report.tokens += sum(len(c.token_ids) for c in answers)
