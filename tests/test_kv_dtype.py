@@ -276,10 +276,11 @@ def test_room_beside_a_draft_model_counts_bytes(kernels):
     model, small = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1)
     llm = LLM(model, kv_dtype="int8", speculation=small)
     own, beside = llm.limits.kv_bytes_per_token, llm.draft.kv_bytes_per_token
-    room = room_beside(llm.draft, llm.shapes, model, "int8")
-    free = room * (own + beside) / own
-    assert free == pytest.approx(psutil.virtual_memory().available, rel=0.3)
-    assert room_beside(llm.draft, llm.shapes, model, None) > room
+    room = room_beside(llm, llm.shapes)
+    free = psutil.virtual_memory().available
+    assert room * (own + beside) / own == pytest.approx(free, rel=0.3)
+    llm.kv_dtype = None
+    assert room_beside(llm, llm.shapes) > room
 
 
 def test_more_tokens_in_the_same_memory(kernels, tmp_path):

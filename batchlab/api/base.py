@@ -148,16 +148,15 @@ def loading_peak(model: PreTrainedModel) -> int:
     return sum(sizes) + max(sizes, default=0)
 
 # %% ../../nbs/2_core/base.ipynb #b337ac8b
-def room_beside(
-    draft: DraftModel, shapes: Sequence[Shape], model: PreTrainedModel, kv_dtype: str | None
-) -> int:
-    """Bytes of free memory for `model`, whose layers keep `shapes` as `kv_dtype`, where `draft` keeps
-    keys and values of as many tokens."""
-    own = bytes_per_token(shapes, model.dtype, kv_dtype)
-    free = free_memory(model.device)
-    return int(free * own / (own + draft.kv_bytes_per_token))
+def room_beside(llm: ModelState, shapes: Sequence[Shape]) -> int | None:
+    """Bytes of free memory for the model of `llm`, whose layers keep `shapes`, where a draft model
+    keeps keys and values of as many tokens; None without one."""
+    own = bytes_per_token(shapes, llm.model.dtype, llm.kv_dtype)
+    if llm.draft is None or not own or llm.asked_limits["kv_cache_bytes"]:
+        return None
+    return int(free_memory(llm.model.device) * own / (own + llm.draft.kv_bytes_per_token))
 
-
+# %% ../../nbs/2_core/base.ipynb #5fa2cf5f
 class LoadedModel(ModelState):
     "A model that finds out about itself, as often as it has changed."
 
@@ -194,10 +193,8 @@ class LoadedModel(ModelState):
         self.eos_ids, self.grammars = ends, None
 
     def prepare(self) -> None:
-        """Find out how the model runs as it is now, and within which limits: for `EngineSet`,
-        which calls it when the model has changed.
-
-        Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
+        """Find out how the model runs as it is now, and within which limits: for `EngineSet`, when
+        the model has changed. Raises `UnsupportedModelError`, `ParamError`, `CompileError`."""
         self.read_model()
         self.engines.open()
         self.proposer = make_proposer(self)
@@ -211,15 +208,12 @@ class LoadedModel(ModelState):
         own = max_model_len(self.model), self.pooler.limit
         fits = shapes, self.paddable, self.model.dtype, self.model.device, own
         if fits != self.limits_fit:  # else they stay, though other memory is free by now
-            if self.draft is not None and shapes and not limits["kv_cache_bytes"]:
-                limits["room"] = room_beside(self.draft, shapes, self.model, self.kv_dtype)
-            self.limits = choose_limits(
-                self.model, shapes, self.paddable, **limits, kv_dtype=self.kv_dtype
-            )
+            limits |= dict(room=room_beside(self, shapes or ()), kv_dtype=self.kv_dtype)
+            self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
             self.limits_fit = fits
         self.engines.configure()
         if self.draft is not None:
-            self.draft.open(self.limits.kv_tokens or self.draft.kv_tokens)
+            self.draft.open(self.limits.kv_tokens)
         release_threads()  # another thread may make the steps
 
 # %% ../../nbs/2_core/base.ipynb #8c99bc72
@@ -473,8 +467,7 @@ class LLMBase(Lifetime):
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
         kv_dtype: str | None = None,  # keep keys and values in 8 bits (int8): more of them fit
-        # draft tokens: from earlier text (lookup), or by a small model (a hub id, a folder or a .gguf
-        # file) of the same vocabulary: faster, same tokens
+        # draft tokens, from earlier text (lookup) or by the small model named: faster, same tokens
         speculation: str | PathLike[str] | PreTrainedModel | None = None,
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
@@ -490,20 +483,16 @@ class LLMBase(Lifetime):
         chat_template: str | PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self.strategy = check_strategy(strategy)
+        self.strategy, self.compile = check_strategy(strategy), check_compile(compile)
         self.enable_prefix_caching = enable_prefix_caching is None or bool(enable_prefix_caching)
-        self.compile = check_compile(compile)
         self.quantization = check_quantization(quantization, strategy)
         self.kv_dtype = check_kv_dtype(kv_dtype, strategy)
         self.speculation = check_speculation(speculation, strategy)
-        self.logprobs_mode = check_logprobs_mode(logprobs_mode)
-        self.pooler_config = PoolerConfig.of(pooler_config)
-        self.asked_limits = check_counts(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            kv_cache_bytes=kv_cache_bytes,
-        )
+        modes = check_logprobs_mode(logprobs_mode), PoolerConfig.of(pooler_config)
+        self.logprobs_mode, self.pooler_config = modes
+        most = dict(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        more = dict(max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes)
+        self.asked_limits = check_counts(**most, **more)
         asked = prefix_store, check_count("prefix_store_bytes", prefix_store_bytes)
         self.store_options = check_store(*asked, strategy, self.enable_prefix_caching)
         check_folders(lora_modules, max_lora_rank)

@@ -143,7 +143,7 @@ def store_bytes(llm: LoadedModel) -> tuple[int, int, int]:
     block = llm.backend.block_size * llm.limits.kv_bytes_per_token
     return there, llm.store_options.limit, block
 
-
+# %% ../../nbs/2_core/plan.ipynb #5f00df46
 def make_plan(
     llm: LoadedModel, groups: Sequence[RequestGroup], memory_bytes: int | None = None
 ) -> MemoryPlan:

@@ -122,14 +122,10 @@ class UnloadedLLM(LLM):
 
     def prepare(self) -> None:
         "Take shapes and limits from the config. Raises `ParamError`, `UnsupportedModelError`."
-        where = self.device, self.model.dtype, self.compile, self.causal, rope_switch(self.model)
-        refuse_kv_dtype(self.kv_dtype, *where)
         self.shapes = shapes_of(self.model)
         self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
         self.limits = limits_of(self)
         self.engines.backend = TorchBackend(self.model, self.shapes, self.estimate)
-        if self.draft is not None:
-            self.draft.open(self.limits.kv_tokens or self.draft.kv_tokens)
         self.engines.configure()
 
     def submit(self, groups: Sequence[RequestGroup]) -> None:
@@ -138,7 +134,10 @@ class UnloadedLLM(LLM):
 
 # %% ../../nbs/2_core/unloaded.ipynb #b66f58ec
 def limits_of(llm: UnloadedLLM) -> Limits:
-    "The `Limits` that `llm` would have, with its weights in memory. Raises `ParamError`."
+    """The `Limits` that `llm` would have, with its weights in memory. Raises `ParamError`,
+    `UnsupportedModelError`."""
+    where = llm.device, llm.model.dtype, llm.compile, llm.causal, rope_switch(llm.model)
+    refuse_kv_dtype(llm.kv_dtype, *where)
     asked: dict[str, Any] = dict(llm.asked_limits)
     if not llm.can_generate:
         asked["max_model_len"] = asked["max_model_len"] or llm.pooler.limit

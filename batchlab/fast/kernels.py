@@ -65,8 +65,7 @@ class TiledCache(KVCache):
 
     @property
     def computed(self) -> torch.dtype:
-        "The dtype of keys and values as they are written and read."
-        return self.dtype
+        return self.dtype  # of keys and values as they are written and read
 
     @staticmethod
     def suits(shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
@@ -75,9 +74,7 @@ class TiledCache(KVCache):
         return dtype in DTYPES and all(d % 16 == 0 and d <= 256 for d in dims)
 
     def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
-        assert self.block_size % COLUMNS == 0, (
-            f"a block of the kernels is a multiple of {COLUMNS} tokens, not {self.block_size}"
-        )
+        assert self.block_size % COLUMNS == 0, f"no multiple of {COLUMNS}: {self.block_size}"
         return heads, self.block_size // COLUMNS, dim // self.e, COLUMNS, self.e
 
     def value_shape(self, heads: int, dim: int) -> tuple[int, ...]:
@@ -90,10 +87,8 @@ class TiledCache(KVCache):
 
     def copy(self, source: int, target: int, n: int | None = None) -> None:
         super().copy(source, target)
-        if n is None:
-            return
-        for layer in range(len(self.shapes)):
-            self.clear(layer, torch.arange(n, self.block_size) + target * self.block_size)
+        for layer in range(len(self.shapes) if n is not None else 0):
+            self.clear(layer, torch.arange(n or 0, self.block_size) + target * self.block_size)
 
     def clear(self, layer: int, slot_mapping: torch.Tensor) -> None:
         "Zeros in these places, int64 `[T]`."

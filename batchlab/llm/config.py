@@ -463,7 +463,7 @@ def check_compile(x: bool | str) -> bool | str:
         return x
     raise ParamError(f"compile must be 'auto', True or False, got {x!r}", field="compile")
 
-
+# %% ../../nbs/2_core/config.ipynb #40e6de72
 QUANTIZATIONS = "int8", "w4a8"
 
 
@@ -494,7 +494,7 @@ def check_kv_dtype(x: object, strategy: str) -> str | None:
     "`x` if it names numbers that keys and values may be kept in. Raises `ParamError`."
     return _check_way("kv_dtype", x, KV_DTYPES, strategy)
 
-
+# %% ../../nbs/2_core/config.ipynb #bfeaf2ab
 def check_count(name: str, n: object) -> int | None:
     "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
     if n is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'outputs_html',
-           'StreamEvent', 'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryPlan',
+           'StreamEvent', 'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryNeeds', 'MemoryPlan',
            'memory_lines', 'store_lines', 'plan_lines', 'StoreCounts', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
@@ -447,7 +447,7 @@ class Score:
 
 # %% ../../nbs/2_core/outputs.ipynb #a084aa91
 @dataclass(repr=False)
-class MemoryPlan:
+class MemoryNeeds:
     """What a call would take. `longest`: prompt and answer of the longest request, tokens;
     `refused`: errors by index.
 
@@ -488,6 +488,10 @@ class MemoryPlan:
     store_bytes: int = 0
     store_limit_bytes: int = 0
     store_block_bytes: int = 0
+
+# %% ../../nbs/2_core/outputs.ipynb #184ba761
+class MemoryPlan(MemoryNeeds):
+    "What a call would take, as `MemoryNeeds` has it, and whether the memory is enough."
 
     @property
     def running_bytes(self) -> int:
@@ -552,7 +556,7 @@ def memory_lines(p: MemoryPlan, spell: Callable[[Option], str] = str) -> list[st
         said = f"it does not fit: the machine has {has}; {less.said(spell)}"
     return [*sum_lines(p), said, *[p.estimate] * bool(p.estimate)]
 
-
+# %% ../../nbs/2_core/outputs.ipynb #027a7db9
 def store_lines(p: MemoryPlan) -> list[str]:
     "What there is on disk of a prefix store, and how much it may hold; [] without one."
     if not p.store_limit_bytes:

@@ -100,7 +100,7 @@ class PartlyOurs(str):
         made.parts = parts
         return made
 
-
+# %% ../../nbs/3_models/control.ipynb #4801cc11
 Put = Callable[[str, bool], str]  # a text, and whether it may be a piece of a marker -> stained
 
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
 
 # %% auto #0
-__all__ = ['CATCH_UP', 'Follower', 'DraftMemory', 'DraftModel', 'check_vocabulary', 'check_size', 'read_draft', 'open_draft']
+__all__ = ['CATCH_UP', 'Follower', 'DraftMemory', 'DraftRows', 'DraftModel', 'check_vocabulary', 'check_size', 'read_draft',
+           'open_draft']
 
 # %% ../../nbs/5_tasks/draft.ipynb #30dbf285
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class Follower:
 # %% ../../nbs/5_tasks/draft.ipynb #290f59b7
 CATCH_UP = 512  # tokens in one step of requests that the draft model has not seen
 
-
+# %% ../../nbs/5_tasks/draft.ipynb #89b29a7b
 class DraftMemory:
     """A small model with its keys and values, and what it has of requests: `rows`.
 
@@ -72,11 +73,13 @@ class DraftMemory:
         self.kv_bytes_per_token = each * model.dtype.itemsize
         limits = filter(None, (max_model_len(model), rope_switch(model)))
         self.max_len = min(limits, default=2**62)
-        self.open(backend.block_size or 64)
+        self.kv_tokens = backend.block_size or 64
+        self.open()
 
-    def open(self, kv_tokens: int) -> None:
-        "Begin with nothing, and room for so many tokens."
-        self.kv_tokens, size = kv_tokens, self.backend.block_size
+    def open(self, kv_tokens: int | None = None) -> None:
+        "Begin with nothing, and room for so many tokens, or as many as before."
+        self.kv_tokens = kv_tokens = kv_tokens or self.kv_tokens
+        size = self.backend.block_size
         self.rows: dict[Request, Follower] = {}
         self.pool = BlockPool(size, KVBudget(kv_tokens), prefix_caching=False)
         self.runner = PackedRunner(self.backend, max(1, kv_tokens // size))
@@ -84,11 +87,15 @@ class DraftMemory:
     def reset(self) -> None:
         "Give all memory back but the weights."
         self.runner.reset()
-        self.open(self.kv_tokens)
+        self.open()
 
     @property
     def weights_bytes(self) -> int:
         return sum(p.nbytes for p in self.model.parameters()) + self.backend.nbytes
+
+# %% ../../nbs/5_tasks/draft.ipynb #e285bc8f
+class DraftRows(DraftMemory):
+    "A `DraftMemory`, and what it has of which requests."
 
     def drop(self, request: Request) -> None:
         "Forget `request`."
@@ -128,7 +135,7 @@ class DraftMemory:
         return row
 
 # %% ../../nbs/5_tasks/draft.ipynb #bdc00bc3
-class DraftModel(DraftMemory):
+class DraftModel(DraftRows):
     """A small model that writes on where requests stand, with the likeliest token each time.
 
     `ran`: of its rounds the positions and seconds, until somebody takes them. `vocab`: ids from
@@ -260,7 +267,7 @@ def read_draft(llm: LoadedModel, asked: Option) -> DraftModel:
         raise ParamError("{asked} can't draft, as it does not run packed", asked=asked)
     return draft
 
-
+# %% ../../nbs/5_tasks/draft.ipynb #3e6e2a77
 def open_draft(llm: LoadedModel) -> DraftModel | None:
     """The draft model that `llm.speculation` names, if it names one and may draft on this device.
     Raises `ModelError`, `ParamError`."""

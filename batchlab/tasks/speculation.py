@@ -24,8 +24,8 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'END', 'MOST', 'WIDEST', 'INDEXED', 'ROUNDS', 'NgramTable', 'TextPool', 'Rate', 'StepTimes', 'num_worth',
-           'History', 'Guesses', 'Lookup', 'rounds_worth', 'TimeAccount', 'ModelGuesses', 'Drafter', 'exact_tokens',
-           'make_proposer']
+           'History', 'Guesses', 'Lookup', 'rounds_worth', 'TimeAccount', 'ModelRows', 'ModelGuesses', 'DraftRounds',
+           'Drafter', 'exact_tokens', 'make_proposer']
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0014
 class NgramTable:
@@ -188,6 +188,10 @@ class Guesses:
         self.room = INDEXED
         self.histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
         self.usual = {kind: Rate(0.98, n, 8) for kind, n in dict(forced=7, own=4, pool=4).items()}
+        self.counts: dict[str, Counter[str]] = {}  # by kind: how many drafted, and accepted
+
+    def close(self) -> None:
+        "Give back what memory it can."
 
     def history(self, request: Request) -> History:
         "That of `request`, up to its last token or as far as there is `room` in this step."
@@ -232,10 +236,6 @@ class Lookup(Guesses):
         super().__init__(n)
         self.always, self.times = always, StepTimes()
         self.tokens, self.positions, self.gain, self.off, self.whole = 0.0, 0, 0.0, False, False
-        self.counts: dict[str, Counter[str]] = {}  # by kind: how many drafted, and accepted
-
-    def close(self) -> None:
-        "Give back what memory it can."
 
     def begin(self, plan: StepPlan) -> None:
         "A step with the rows of `plan`: how many drafts it is to have is counted anew."
@@ -339,9 +339,9 @@ class TimeAccount:
         self.left = min(most, self.left + self.part * seconds + earned - spent)
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #257b708a
-class ModelGuesses(Lookup):
-    """What was looked up, and where that gave nothing likely what a small `model` wrote, for all
-    rows of a step at once: `drawn`, by request."""
+class ModelRows(Lookup):
+    """Which rows of a step a small `model` may write for: `asking`. `found`: what was looked up for
+    them, `drawn`: what the model wrote, by request."""
 
     def __init__(self, model: DraftModel, n: int = 3, always: bool = False) -> None:
         super().__init__(n, always)
@@ -377,6 +377,11 @@ class ModelGuesses(Lookup):
     def history_of(self, request: Request) -> History:
         return self.histories.get(request) or self.history(request)
 
+# %% ../../nbs/5_tasks/34_speculation.ipynb #9fcae9b6
+class ModelGuesses(ModelRows):
+    """What was looked up, and where that gave nothing likely what a small `model` wrote, for all
+    rows of a step at once."""
+
     def looked_up(self, request: Request) -> tuple[str, list[int]]:
         "What was found for `request`, once a step; nothing if it is not likely enough."
         if request not in self.found:
@@ -409,8 +414,8 @@ class ModelGuesses(Lookup):
         raise NotImplementedError
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #97c70147
-class Drafter(ModelGuesses):
-    """Drafts tokens by a small model where nothing was found, as far as that pays.
+class DraftRounds(ModelGuesses):
+    """How many rounds of a small model pay, and for which rows.
 
     `part`: about how long one of its rounds takes, in steps, as long as none was timed."""
 
@@ -421,26 +426,6 @@ class Drafter(ModelGuesses):
         self.account, self.rounds = TimeAccount(), StepTimes()
         self.part = part
         self.given = self.right = 0  # drafts of the model in this step, and those accepted
-
-    def draw(self, requests: list[Request]) -> dict[Request, list[int]]:
-        requests = sorted(requests, key=lambda r: -self.chance_of(r, "draft"))
-        rows, rounds = self.enough(requests)
-        if not rounds:
-            for r in requests:
-                self.history_of(r).rate("draft").fade()
-            self.usual["draft"].fade()
-            return {}
-        start = time.perf_counter()
-        try:
-            return self.model.draft(requests[:rows], rounds)
-        except Exception:
-            self.broken = True
-            raise
-        finally:
-            self.spent = time.perf_counter() - start
-            for positions, seconds in self.model.ran:
-                self.rounds.note(positions, seconds)
-            self.model.ran.clear()
 
     def enough(self, requests: list[Request]) -> tuple[int, int]:
         "For how many of the first of `requests` the model writes, and how many tokens each."
@@ -478,6 +463,30 @@ class Drafter(ModelGuesses):
         return self.rounds.seconds(behind) / max(
             1, (request.max_tokens - len(request.output_ids)) / 2
         )
+
+# %% ../../nbs/5_tasks/34_speculation.ipynb #09201f61
+class Drafter(DraftRounds):
+    "Drafts tokens by a small model where nothing was found, as far as that pays."
+
+    def draw(self, requests: list[Request]) -> dict[Request, list[int]]:
+        requests = sorted(requests, key=lambda r: -self.chance_of(r, "draft"))
+        rows, rounds = self.enough(requests)
+        if not rounds:
+            for r in requests:
+                self.history_of(r).rate("draft").fade()
+            self.usual["draft"].fade()
+            return {}
+        start = time.perf_counter()
+        try:
+            return self.model.draft(requests[:rows], rounds)
+        except Exception:
+            self.broken = True
+            raise
+        finally:
+            self.spent = time.perf_counter() - start
+            for positions, seconds in self.model.ran:
+                self.rounds.note(positions, seconds)
+            self.model.ran.clear()
 
     def note(self, request: Request, drafted: int, accepted: int) -> None:
         known = self.histories.get(request)

@@ -591,7 +591,7 @@ def check_bits(llm: StreamCalls, out: RequestOutput) -> list[Divergence] | None:
         was, now = (f"{x.finish_reason} at {len(x.token_ids)} tokens" for x in (c, d))
         if at is not None:
             found.append(a.divergence(at, ids[at], want[at], math.inf, 0.0))
-        elif was != now:
+        elif was != now and c.finish_reason not in ("cancelled", "timeout"):
             found.append(a.divergence(min(len(ids), len(want)), was, now, math.inf, 0.0, "end"))
         elif llm.kv_dtype:
             recorded = zip(ids, c.logprobs or [], d.logprobs or [])
@@ -627,6 +627,24 @@ def _sampled(outs: Sequence[Any], sample: int | None, seed: int) -> list[tuple[i
     fit = [(i, o) for i, o in enumerate(outs) if not why_not(o)]
     most = len(fit) if sample is None else min(sample, len(fit))
     return [fit[i] for i in sorted(random.Random(seed).sample(range(len(fit)), most))]
+
+
+def check_request(
+    llm: StreamCalls, out: RequestOutput, tolerance: float | None = None
+) -> list[Divergence] | str:
+    "Every `Divergence` of the answers of `out`, or why they can't be checked."
+    if llm.kv_dtype and not promises_bits(llm, out.params or SamplingParams()):
+        return f"keys and values are {llm.kv_dtype}, and it was drawn without a seed"
+    try:
+        if llm.kv_dtype:
+            found = check_bits(llm, out)
+            return "it could not run alone" if found is None else found
+        answers = [c for c in out.outputs if c.token_ids]
+        return [d for c in answers for d in check_answer(llm, out, c, tolerance)]
+    except Exception as e:
+        if not out_of_memory(e):
+            raise
+        return "out of memory, running it alone and without a cache"
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #8bc9e287
 def verify(
@@ -668,25 +686,9 @@ def verify(
             continue
         answers = [c for c in out.outputs if c.token_ids]
         params = out.params or SamplingParams()
-        if llm.kv_dtype and not promises_bits(llm, params):
-            why = f"keys and values are {llm.kv_dtype}, and it was drawn without a seed"
-            report.skipped.append((out.request_id, why))
-            continue
-        try:
-            found = (
-                check_bits(llm, out)
-                if llm.kv_dtype
-                else [d for c in answers for d in check_answer(llm, out, c, tolerance)]
-            )
-        except Exception as e:
-            if not out_of_memory(e):
-                raise
-            report.skipped.append(
-                (out.request_id, "out of memory, running it alone and without a cache")
-            )
-            continue
-        if found is None:
-            report.skipped.append((out.request_id, "it could not run alone"))
+        found = check_request(llm, out, tolerance)
+        if isinstance(found, str):
+            report.skipped.append((out.request_id, found))
             continue
         report.requests += 1
         report.tokens += sum(len(c.token_ids) for c in answers)
