@@ -307,7 +307,7 @@ def bind_cache(
             *V.stride()[:2],
             cache.block_size,
         )
-        a.bytes = K.dtype == torch.int8
+        a.int8_kv = K.dtype == torch.int8
     for z, kind in zip(layers, kinds):
         if not z.rotated or not rotations:
             continue

@@ -134,7 +134,7 @@ static void last_pair(const T* v, int D, T* pair) {
 
 struct Shape {
     i64 heads, kv_heads, dim, dim_v, q_token, q_head, k_block, k_head, v_block, v_head, block_size, window;
-    i64 bytes;             // whether the cache keeps int8, with a scale for each column
+    i64 int8_kv;           // whether the cache keeps int8, with a scale for each column
     float scale, softcap;  // softcap: 0 for none
     const float* sinks;    // one for each head, or null
 };
@@ -331,7 +331,7 @@ static void attend_stored(const Shape& z, const T* q, const S* K, const S* V, T*
 template <class T>
 static void attend(const Shape& z, const T* q, const T* K, const T* V, T* out, const i64* blocks, const i64* members,
                    const i64* units, i64 n) {
-    if (z.bytes)
+    if (z.int8_kv)
         attend_stored(z, q, (const int8_t*)K, (const int8_t*)V, out, blocks, members, units, n);
     else
         attend_stored(z, q, K, V, out, blocks, members, units, n);
@@ -416,7 +416,7 @@ template <class T>
 static inline void write_key(const Shape& z, const T* key, T* K, i64 head, i64 place) {
     constexpr int E = 4 / sizeof(T);  // numbers side by side: 2 in bf16
     const i64 c = place % z.block_size;
-    if (z.bytes) {
+    if (z.int8_kv) {
         int8_t* tile = (int8_t*)K + place / z.block_size * z.k_block + head * z.k_head + c / COLUMNS * COLUMNS * (z.dim + 4);
         ((float*)tile)[c % COLUMNS] = quantize(key, z.dim, tile + 4 * COLUMNS + c % COLUMNS, COLUMNS);
         return;
@@ -428,7 +428,7 @@ template <class T>
 static inline void write_value(const Shape& z, const T* value, T* V, i64 head, i64 place) {
     constexpr int E = 4 / sizeof(T);
     const i64 c = place % z.block_size;
-    if (z.bytes) {
+    if (z.int8_kv) {
         int8_t* tile = (int8_t*)V + place / z.block_size * z.v_block + head * z.v_head + c / COLUMNS * COLUMNS * (z.dim_v + 4);
         ((float*)tile)[c % COLUMNS] = quantize(value, z.dim_v, tile + 4 * COLUMNS + c % COLUMNS * z.dim_v, 1);
         return;

@@ -270,7 +270,7 @@ def layout(
         *V.stride()[:2],
         cache.block_size,
     )
-    z.bytes = K.dtype == torch.int8
+    z.int8_kv = K.dtype == torch.int8
     return z
 
 
