@@ -74,9 +74,7 @@ class TiledCache(KVCache):
         return dtype in DTYPES and all(d % 16 == 0 and d <= 256 for d in dims)
 
     def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
-        assert self.block_size % COLUMNS == 0, (
-            f"a multiple of {COLUMNS} tokens, not {self.block_size}"
-        )
+        assert self.block_size % COLUMNS == 0, f"not a multiple of {COLUMNS} tokens"
         return heads, self.block_size // COLUMNS, dim // self.e, COLUMNS, self.e
 
     def value_shape(self, heads: int, dim: int) -> tuple[int, ...]:
