@@ -7,7 +7,7 @@ import psutil, pytest
 
 from batchlab import bench
 from batchlab.bench import peers, profiling, shapes
-from batchlab.bench.__main__ import main
+from batchlab.cli.measure import main
 from batchlab.errors import Unavailable
 from batchlab.jobs.advice import conclusions
 from batchlab.api import LLM
