@@ -261,6 +261,7 @@ def test_a_request_longer_than_the_draft_model_holds_nothing_of_it():
 def test_paths_hold_in_workers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()
+    (tmp_path / "lookup").mkdir()
     assert portable(dict(speculation="small"))["speculation"] == str(tmp_path / "small")
     assert portable(dict(speculation="lookup"))["speculation"] == "lookup"
 

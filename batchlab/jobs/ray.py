@@ -450,7 +450,7 @@ def portable(llm: dict | None) -> dict:
         found = read_modules(modules).items()
         llm["lora_modules"] = {name: os.path.abspath(r.lora_path) for name, r in found}
     draft = llm.get("speculation")
-    if isinstance(draft, (str, Path)) and expanded(draft).exists():
+    if isinstance(draft, (str, Path)) and draft != "lookup" and expanded(draft).exists():
         llm["speculation"] = os.path.abspath(expanded(draft))
     if store := llm.get("prefix_store"):
         llm["prefix_store"] = os.path.abspath(os.path.expanduser(store))
