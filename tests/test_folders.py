@@ -259,8 +259,6 @@ def test_products_have_the_bits_of_those_by_plain_numbers(
         layer = linear_of(weight)
         mine, plain = GroupedLinear(layer, kernels=kernels), plain_linear(layer, kernels)
         assert mine.weights[0][1] >= 0 and mine.nbytes < N * K * dtype.itemsize
-        if kernels.tiles and dtype == torch.bfloat16:
-            continue  # a matrix unit sums in another order
         for rows in (1, 5, 13, 64):
             x = torch.randn(rows, K, generator=gen).to(dtype)
             assert torch.equal(mine(x), plain(x)), (N, K, rows)
@@ -347,7 +345,7 @@ def test_scales_that_need_fp32(tmp_path, any_machine, dtype):
             )
             x = torch.randn(3, 256, generator=gen).to(dtype)
             assert mine.weights[0][1] >= 0
-            assert torch.equal(mine(x), plain(x)) or kernels.tiles
+            assert torch.equal(mine(x), plain(x))
 
 
 def test_layers_side_by_side_may_have_groups_of_different_sizes(tmp_path, any_machine):

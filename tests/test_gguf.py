@@ -77,9 +77,6 @@ def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
         assert mine.weights[0][1] >= 0 and (n < 96 or mine.nbytes < plain.nbytes)
         for rows in (0, 1, 2, 4, 8, 11, 12, 13, 23, 64, 130):
             x = torch.randn(rows, K, generator=gen).to(dtype)
-            if kernels.tiles and dtype == torch.bfloat16:  # a matrix unit sums in another order
-                assert torch.allclose(mine(x).float(), plain(x).float(), atol=0.5, rtol=0.1)
-                continue
             assert torch.equal(mine(x), plain(x)), (n, K, rows)
 
 

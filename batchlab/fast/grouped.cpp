@@ -249,13 +249,25 @@ static inline void read_scales(const uint8_t* from, const Form& f, vf (&a)[4], v
 #endif
 
 #ifdef __AVX512F__
-// Calls put(v) for numbers k and k + 1 of all outputs of a panel, k ascending: v[o] has outputs 8 o to 8 o + 7, for each the k-th
-// and the next
-template <int BITS, class F>
-static inline void expand(const uint8_t* from, const Form& f, i64 K, F put) {
-    vf table, a[4], b[4] = {all(-0.f), all(-0.f), all(-0.f), all(-0.f)};
-    for (int i = 0; i < 16; i++) table[i] = i - f.zero;
-    for (i64 k = 0; k < K; k += 16) {
+// The numbers of a panel, of which the k-th is the next
+template <int BITS>
+struct Expander {
+    const uint8_t* from;
+    const Form& f;
+    i64 k = 0;
+    vf table, a[4], b[4];
+    Expander(const uint8_t* from, const Form& f) : from(from), f(f) {
+        for (auto& v : b) v = all(-0.f);
+        for (int i = 0; i < 16; i++) table[i] = i - f.zero;
+    }
+    // Calls put(v) for numbers k and k + 1 of all outputs, k ascending, up to (not including) `end`: v[o] has outputs 8 o to
+    // 8 o + 7, for each the k-th and the next
+    template <class F>
+    inline void to(i64 end, F put) {
+        for (; k < end; k += 16) some(put);
+    }
+    template <class F>
+    inline void some(F put) {
         if (k % f.group == 0) {
             f.wide ? read_scales<float>(from, f, a, b) : read_scales<fp16>(from, f, a, b);
             from += f.scales();
@@ -279,7 +291,7 @@ static inline void expand(const uint8_t* from, const Form& f, i64 K, F put) {
             put(v);
         }
     }
-}
+};
 #endif
 
 #ifdef __AVX512F__
@@ -304,7 +316,7 @@ static inline void put_rows(float* to, const vf (&v)[4]) {
 template <class T>
 static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
     const auto put = [&](const vf(&v)[4]) { put_rows(to, v), to += 2 * NR; };
-    f.bits == 4 ? expand<4>(from, f, K, put) : expand<8>(from, f, K, put);
+    f.bits == 4 ? Expander<4>(from, f).to(K, put) : Expander<8>(from, f).to(K, put);
 }
 #else
 static inline float scale_at(const uint8_t* from, const Form& f, i64 i) {
@@ -335,7 +347,7 @@ template <int M, int BITS, bool KEEP>
 static void first_block(const bf16* a, const uint8_t* from, const Form& f, const bf16* bias, i64 K, bf16* c, i64 ldc, int n,
                         bf16* room) {
     vf s[M][2] = {};
-    expand<BITS>(from, f, K, [&](const vf(&v)[4]) {
+    Expander<BITS>(from, f).to(K, [&](const vf(&v)[4]) {
         const __m512i y[2] = {rounded(v[0], v[1]), rounded(v[2], v[3])};
         if (KEEP) _mm512_storeu_si512(room, y[0]), _mm512_storeu_si512(room + NR, y[1]), room += 2 * NR;
         for (int i = 0; i < M; i++) {
@@ -407,10 +419,51 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
         by_count<MR>(blocks.size(q), [&](auto m) { block<m>(x + blocks.begin(q) * K, b, added, K, at(q), N, n, soon, lines); });
 }
 
+#ifdef TILES
+constexpr int LEAD = 64;  // numbers of each output that are expanded before the unit reads them
+template <int BITS>
+static void tiled_panel(const bf16* x, const uint8_t* from, const Form& f, const bf16* bias, bf16* out, i64 p, i64 M, i64 N,
+                        i64 K, i64 first, i64 last) {
+    static thread_local std::vector<bf16> room;
+    room.resize(NR * K);
+    bf16* to = room.data();
+    Expander<BITS> numbers(from, f);
+    const auto expand = [&](i64 end) {
+        numbers.to(std::min(end, K), [&](const vf(&v)[4]) { put_rows(to, v), to += 2 * NR; });
+        asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
+    };
+    expand(LEAD);
+    tile_panels(x, room.data() - p * NR * K, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N),
+                [&](i64, i64 k) { expand(k + LEAD + 32); });
+}
+namespace shared {
+static void grouped_tiles(const bf16* x, const Panel* panels, const bf16* bias, bf16* out, i64 M, i64 N, i64 K) {
+    const i64 count = (N + NR - 1) / NR, blocks = Blocks<2 * TR>(M).n, threads = omp_get_num_threads();
+    const i64 parts = std::clamp<i64>(4 * threads / count, 1, blocks);
+#pragma omp for
+    for (i64 u = 0; u < count * parts; u++) {
+        const i64 p = u / parts, first = blocks * (u % parts) / parts, last = blocks * (u % parts + 1) / parts;
+        const auto [at, form] = panels[p];
+        if (form < 0) {
+            const auto* w = (const bf16*)at - p * NR * K;
+            tile_panels(x, w, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N), fetching(w, K, p + 1));
+        } else
+            (FORMS[form].bits == 4 ? tiled_panel<4> : tiled_panel<8>)(x, (const uint8_t*)at, FORMS[form], bias, out, p, M, N, K,
+                                                                      first, last);
+    }
+    _tile_release();
+}
+}  // namespace shared
+#endif
+
 namespace shared {
 template <class T>
 static void grouped_product(const T* x, const Panel* panels, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
     if (!M) return;
+#ifdef TILES
+    if constexpr (std::is_same_v<T, bf16>)
+        if (tiles) return shared::grouped_tiles(x, panels, bias, out, M, N, K);
+#endif
     const RowBlocks blocks(M);
 #pragma omp for
     for (i64 q = 0; q < blocks.count(); q++) {

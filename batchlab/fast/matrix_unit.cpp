@@ -99,9 +99,10 @@ static void store_sums(const float (*sums)[NR], const bf16* bias, bf16* c, i64 l
 
 #ifdef TILES
 // Blocks first to last (excluded) of up to 32 rows x, times panels begin to end (excluded) of w. start(p): what the sums of panel
-// p begin with. put(sums, m, r, p) takes those of m rows, of which r is the first.
-template <class T, class B, class S, class F>
-static void tile_panels(const T* x, const B* w, i64 M, i64 K, i64 first, i64 last, i64 begin, i64 end, S start, F put) {
+// p begin with. put(sums, m, r, p) takes those of m rows, of which r is the first. The first block calls ahead(p, k) after
+// its product by the numbers from k on.
+template <class T, class B, class S, class F, class A>
+static void tile_panels(const T* x, const B* w, i64 M, i64 K, i64 first, i64 last, i64 begin, i64 end, S start, F put, A ahead) {
     alignas(64) Sum<T> sums[2][2 * TR][NR];
     const Blocks<2 * TR> blocks(M);
     const int each = 2 * TR / std::clamp<i64>(K / TK<T>, 1, 2 * TR) + 1;  // rows that are put in a step
@@ -121,10 +122,8 @@ static void tile_panels(const T* x, const B* w, i64 M, i64 K, i64 first, i64 las
         for (i64 p = begin; p < end; p++) {
             const T* a = x + at * K;
             const B* b = w + p * NR * K;
-            const bool fetching = q == first && p + 1 < end;
             const auto meanwhile = [&](i64 k) {
-                for (int i = 0; fetching && i < 2 * TR * 64; i += 64)
-                    __builtin_prefetch((const char*)(b + (K + k) * NR) + i, 0, 2);
+                if (q == first) ahead(p, k);
                 put_some(each);
             };
             i64 k = (m > TR ? tile_sums<true, T, B, decltype(meanwhile)>
@@ -140,6 +139,13 @@ static void tile_panels(const T* x, const B* w, i64 M, i64 K, i64 first, i64 las
 #endif
 
 #ifdef TILES
+template <class B>
+static auto fetching(const B* w, i64 K, i64 end) {  // the next panel, up to `end`
+    return [=](i64 p, i64 k) {
+        for (int i = 0; p + 1 < end && i < 2 * TR * 64; i += 64)
+            __builtin_prefetch((const char*)(w + ((p + 1) * K + k) * NR) + i, 0, 2);
+    };
+}
 namespace shared {
 template <class T, class B, class S, class F>
 static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F put) {
@@ -151,8 +157,8 @@ static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F
 #pragma omp for
     for (i64 u = 0; u < groups * parts; u++) {
         const i64 g = u / parts, i = u % parts;
-        tile_panels(x, w, M, K, blocks * i / parts, blocks * (i + 1) / parts, panels * g / groups, panels * (g + 1) / groups,
-                    start, put);
+        const i64 begin = panels * g / groups, end = panels * (g + 1) / groups;
+        tile_panels(x, w, M, K, blocks * i / parts, blocks * (i + 1) / parts, begin, end, start, put, fetching(w, K, end));
     }
     _tile_release();
 }
@@ -160,7 +166,8 @@ static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F
 namespace alone {
 template <class T, class B, class S, class F>
 static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F put) {
-    tile_panels(x, w, M, K, 0, Blocks<2 * TR>(M).n, 0, (N + NR - 1) / NR, start, put);
+    const i64 panels = (N + NR - 1) / NR;
+    tile_panels(x, w, M, K, 0, Blocks<2 * TR>(M).n, 0, panels, start, put, fetching(w, K, panels));
     _tile_release();
 }
 }  // namespace alone

@@ -575,11 +575,7 @@ def keeps_groups(dtype: torch.dtype, device: str | torch.device, exact: bool = T
     by weights of `dtype` if `exact`."""
     if torch.device(device).type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
-    if not exact:
-        return True
-    flags = processor_flags()
-    adds_otherwise = dtype == torch.bfloat16 and "amx_bf16" in flags  # a matrix unit
-    return "avx512f" in flags and not adds_otherwise
+    return not exact or "avx512f" in processor_flags()
 
 
 def _read_model(path, reader, dtype, grouped):
