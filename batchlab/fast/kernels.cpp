@@ -179,7 +179,10 @@ struct Tiles {  // those of a step: up to 128 columns
 };
 
 typedef int8_t vbu __attribute__((vector_size(W), aligned(1)));
-static inline vf load(const int8_t* p) { return __builtin_convertvector(__builtin_convertvector(*(const vbu*)p, vi), vf); }
+typedef int16_t vb2 __attribute__((vector_size(2 * W)));
+static inline vf load(const int8_t* p) {  // by way of 16 bits: some compilers widen bytes to 32 bits one by one
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(*(const vbu*)p, vb2), vi), vf);
+}
 // Two rows of n numbers, as tiles have them
 static inline void store_rows(float* p, i64 n, vf a, vf b) { store(p, a), store(p + n, b); }
 static inline void store_rows(bf16* p, i64, vf a, vf b) {
