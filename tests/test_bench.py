@@ -27,11 +27,34 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def command(model, workloads, *more, **env):
+def command(model, workloads, *more):
     "The command in a process of its own: status, standard output, standard error."
     args = [*TINY, "--model", model, "--workloads", *workloads.split(), *more]
-    r = run(sys.executable, "-m", "batchlab", "bench", *args, **env)
+    r = run(sys.executable, "-m", "batchlab", "bench", *args)
     return r.returncode, r.stdout, r.stderr
+
+
+@pytest.fixture
+def here(capsys, one_thread):
+    "The command in this process, with its contenders in their own: status, standard output, standard error."
+
+    def call(model, workloads, *more):
+        args = [*TINY, "--model", model, "--workloads", *workloads.split(), *more]
+        return main(args), *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def shadows(tmp_path, monkeypatch):
+    "`shadows(name, source)`: a module that contenders find before any other of its name."
+
+    def write(name, source):
+        (tmp_path / f"{name}.py").write_text(source)
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        monkeypatch.setenv("PYTHONPATH", path)
+
+    return write
 
 
 def gone(*processes):
@@ -52,12 +75,12 @@ def test_one_run_compares_and_says_who_is_missing(folder, tmp_path):
     assert (tmp_path / "r.svg").read_text().startswith("<svg")
 
 
-def test_a_profile_of_a_file_in_8_bits(folder, tmp_path):
+def test_a_profile_of_a_file_in_8_bits(folder, here, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(dict(prompt=[5, 6], max_tokens=2)) + "\n")
     status, out, err = command(folder, "uniform", "--profile", "-i", str(source))
     assert status == 0 and "in.jsonl" in out, err
-    status, _, err = command(folder, "uniform", "--quantization", "int8")
+    status, _, err = here(folder, "uniform", "--quantization", "int8")
     assert status == 2 and "--contenders batchlab:quantization=int8" in err
     linears = [str(m) for m in conclusions(dict(linears=1.0))]
     assert "halves it" in linears[0]
@@ -255,12 +278,11 @@ class Llama:
 """
 
 
-def test_llamacpp_gets_a_file_where_one_can_be_written(folder, tmp_path):
+def test_llamacpp_gets_a_file_where_one_can_be_written(folder, here, shadows, tmp_path):
     "With a package in its place that reads the file's first bytes: two quantizations side by side, and a family that is not written."
-    (tmp_path / "llama_cpp.py").write_text(LLAMA_CPP)
-    env = dict(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    shadows("llama_cpp", LLAMA_CPP)
     kinds = ["llamacpp", "llamacpp:quantization=q4_0", "llamacpp:quantization=q5"]
-    status, out, err = command(folder, "single", "--contenders", *kinds, **env)
+    status, out, err = here(folder, "single", "--contenders", *kinds)
     assert status == 0 and "quantization=q5 is left out: quantization 'q5' is not written" in out, (
         err
     )
@@ -269,23 +291,20 @@ def test_llamacpp_gets_a_file_where_one_can_be_written(folder, tmp_path):
     assert rows[:2] == [f"{names[0]}, 8-bit weights", f"{names[1]}, 4-bit weights"]
     opt = str(tmp_path / "opt")
     tiny_model("opt", max_position_embeddings=2048).save_pretrained(opt)
-    status, out, err = command(opt, "single", "--contenders", "batchlab", "llamacpp", **env)
+    status, out, err = here(opt, "single", "--contenders", "batchlab", "llamacpp")
     assert status == 0 and "llamacpp is left out: 'opt' is not written as GGUF" in out, err
     assert "| batchlab |" in out and not list((tmp_path / "opt").glob("*.gguf"))
 
 
-def test_batchlab_opens_the_file_that_llamacpp_gets(tmp_path):
+def test_batchlab_opens_the_file_that_llamacpp_gets(here, shadows, tmp_path):
     "In one run: the given file, and weights of a kind that nobody writes."
     model = str(tmp_path / "tiny")  # more ids than the tokenizer's, as a file's vocabulary needs
     tiny_model("llama", max_position_embeddings=2048, vocab_size=300).save_pretrained(model)
     given = str(shapes.gguf_of(model, tmp_path, "q8_0"))
-    (tmp_path / "llama_cpp.py").write_text(
-        LLAMA_CPP.replace("'rb'", f"'rb' if path == {given!r} else '-'")
-    )
-    env = dict(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    shadows("llama_cpp", LLAMA_CPP.replace("'rb'", f"'rb' if path == {given!r} else '-'"))
     kinds = ["llamacpp", "batchlab:weights=gguf,quantization=w4a8", "batchlab:weights=q3"]
     files = ["--gguf", given, "--json", str(tmp_path / "r.json")]
-    status, out, err = command(model, "single", *files, "--contenders", *kinds, **env)
+    status, out, err = here(model, "single", *files, "--contenders", *kinds)
     assert status == 0 and "weights=q3 is unknown: choose gguf, " in out, err
     report = json.loads((tmp_path / "r.json").read_text())
     assert [r["label"].rpartition(", ")[2] for r in report["results"]] == ["8-bit weights"] * 2
