@@ -1,6 +1,6 @@
 "The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
 
-import asyncio, copy, dataclasses, functools, gc, itertools, logging, random, sys
+import asyncio, dataclasses, functools, gc, itertools, logging, random, sys
 import threading, time
 from collections import Counter
 
@@ -80,11 +80,8 @@ def int8_runs(arch):
         return False
 
 
-@functools.cache
-def pool(arch, path="auto"):
-    "A model, an `LLM` of it, prompts that share beginnings, and what each of them gives alone: greedy, and by seed."
-    if path == "int8" and not int8_runs(arch):
-        return pool(arch)
+def made(arch):
+    "A model, and prompts that share beginnings."
     # some versions' default drops its soft cap
     eager = dict(attn_implementation="eager") if arch == "gemma2" else {}
     model, rng = tiny_model(arch, seed=4, **eager), random.Random(arch)
@@ -93,13 +90,27 @@ def pool(arch, path="auto"):
         heads[i % 4] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 1, 3, 9, 20)))]
         for i in range(10)
     ]
-    reference = copy.deepcopy(model)  # the model's own code
-    if path == "int8":  # and then on these weights
-        layout = kv_layout(reference)
-        fuse(reference, load_kernels(), layout, own=True, linear=Int8Linear)
-    best = oracle(reference, prompts, LONGEST)
-    same = sum(a == generated(reference, p, LONGEST) for a, p in zip(best, prompts))
-    assert same == len(prompts) or path == "int8" and same >= 8  # with its cache, other rounding
+    return model, prompts
+
+
+@functools.cache
+def reference(arch, int8=False):
+    "What the model's own code gives for each prompt, without a cache and, compared here, with transformers' own; in fp32 or on weights in 8 bits."
+    model, prompts = made(arch)
+    if int8:
+        fuse(model, load_kernels(), kv_layout(model), own=True, linear=Int8Linear)
+    best = oracle(model, prompts, LONGEST)
+    same = sum(a == generated(model, p, LONGEST) for a, p in zip(best, prompts))
+    assert same == len(prompts) or int8 and same >= 8  # with its cache, other rounding
+    return best
+
+
+@functools.cache
+def pool(arch, path="auto"):
+    "A model, an `LLM` of it, prompts, and what each of them gives alone: greedy, and by seed."
+    if path == "int8" and not int8_runs(arch):
+        return pool(arch)
+    (model, prompts), best = made(arch), reference(arch, path == "int8")
     alone = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **PATHS[path])
     each = lambda params: [ids(alone.generate(p, params(i)))[0] for i, p in enumerate(prompts)]
     if path == "int8":
