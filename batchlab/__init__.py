@@ -51,6 +51,8 @@ __all__ = [
     "timeline",
     "run",
 ]
+# what registers `LLM.trace` and `LLM.map`, which are made of floors above the API
+_CALLS = dict.fromkeys(("api", "api.aio"), ("view.trace", "jobs.frames"))
 _lazy |= {  # not by *: widgets want a package of their own, and errors are caught by their base
     "LiveView": "view.widgets",
     "Playground": "view.widgets",
@@ -92,7 +94,9 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'batchlab' has no attribute {name!r}{_meant(name)}")
     from importlib import import_module
 
-    value = globals()[name] = getattr(import_module(f"batchlab.{_lazy[name]}"), name)
+    home = _lazy[name]
+    module, *_ = map(import_module, (f"batchlab.{m}" for m in (home, *_CALLS.get(home, ()))))
+    value = globals()[name] = getattr(module, name)
     return value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchlab.errors import JobError
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pacing import Pace
 from batchlab.core.params import SamplingParams

@@ -13,7 +13,7 @@ from helpers import BOOK, ROOT, greedy
 
 CELLS = [
     """
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
 from batchlab.view.scrubber import Scrubber
@@ -252,7 +252,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module", params=["continuous", "static"])
 def trace(request):
-    from batchlab.api import LLM
+    from batchlab import LLM
     from batchlab.models import tiny_model, tiny_tokenizer
 
     how = dict(max_num_seqs=2, max_num_batched_tokens=16, compile=False, strategy=request.param)

@@ -10,7 +10,7 @@ pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
 from batchlab.cli import page_of
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.serve import page as page_module
 from batchlab.serve.batches import BatchRunner, BatchStore, NewFile

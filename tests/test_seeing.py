@@ -8,7 +8,7 @@ import pytest
 from batchlab.llm.config import Limits
 from batchlab.errors import ParamError
 from batchlab.core.ledger import Ledger
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.outputs import (
     CompletionOutput,
@@ -262,7 +262,7 @@ def test_what_has_ended_is_freed_with_its_last_reader(llm):
 
 CLOSE = """
 import ctypes, gc, psutil
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model
 from batchlab.core.params import SamplingParams
 rss = lambda: psutil.Process().memory_info().rss / 1e6

@@ -4,7 +4,7 @@ import itertools, logging, random
 
 import pytest, torch
 
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.core.generation import Generation
 from batchlab.core.params import SamplingParams
 from batchlab.core.request import Request, Row, StepPlan

@@ -106,6 +106,25 @@ def test_what_plans_a_step_imports_no_torch():
     assert python(f"import sys, {names}; sys.exit('torch' in sys.modules)").returncode == 0
 
 
+def test_floors_above_the_api_register_what_its_calls_need():
+    code = """
+import sys, batchlab.api as api
+from batchlab.api.base import CALLS
+from batchlab.errors import EngineError
+assert not CALLS and not {"batchlab.jobs.frames", "batchlab.view.trace"} & {*sys.modules}
+for call in (lambda: api.LLM.map(None, []), lambda: api.LLM.trace(None)):
+    try:
+        call()
+    except EngineError as e:
+        assert "import LLM from batchlab" in str(e)
+    else:
+        raise AssertionError
+from batchlab import LLM
+assert LLM is api.LLM and CALLS.keys() == {"trace", "map"}
+"""
+    assert (done := python(code)).returncode == 0, done.stderr
+
+
 def test_size_counts_code_only():
     code = (
         '"""Doc\nof a module."""\n__all__ = ["f"]\n\n@cache(as_prop=True)\ndef f(self:A, é: "int" = 1, *, b) -> int:  # why\n'

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.errors import JobError, ParamError, PromptError
 from batchlab.cli.flags import parser_of
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.jobs.formats import export_records
 from batchlab.jobs.settings import INSTEAD, KNOWN_SETTINGS
@@ -114,7 +114,7 @@ def wide(n):
 
 JOB = """
 import sys, resource
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.jobs.job import Job
 name, out, stop = sys.argv[1], sys.argv[2], int(sys.argv[3])

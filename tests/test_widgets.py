@@ -8,7 +8,7 @@ import pytest
 
 W = pytest.importorskip("ipywidgets", reason="needs ipywidgets: pip install 'batchlab[widgets]'")
 
-from batchlab.api import LLM
+from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
 from batchlab.view.scrubber import Scrubber

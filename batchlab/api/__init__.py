@@ -37,7 +37,7 @@ from batchlab.llm.inputs import (
 from ..llm.outputs import MemoryPlan, Outputs, RequestOutput, Score, StreamEvent
 from ..tasks.lora import AdapterChoice, AdapterChoices, LoRACalls
 from ..tasks.pooling import PoolingCalls
-from .base import LLMBase
+from .base import LLMBase, registered
 from .plan import make_plan
 
 if TYPE_CHECKING:
@@ -347,9 +347,7 @@ class TableCalls(ChoiceCalls):
         `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in
         `column`. For the rest see `batchlab.jobs.frames.map_frame`. Raises `PromptError`,
         `ParamError`, `JobError` for what is wrong with the call."""
-        from batchlab.jobs.frames import map_frame
-
-        return map_frame(
+        return registered("map")(
             self,
             frame,
             template,

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from batchlab.view.trace import Recorder
 
 # %% auto #0
-__all__ = ['ModelEngines', 'ModelState', 'loading_peak', 'room_beside', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop',
-           'facts_of', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
+__all__ = ['CALLS', 'ModelEngines', 'ModelState', 'loading_peak', 'room_beside', 'LoadedModel', 'tokens_of', 'PromptStream',
+           'PromptLoop', 'facts_of', 'registered', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
 
 # %% ../../nbs/2_core/base.ipynb #9c61fad8
 class ModelEngines(BackgroundLoop):
@@ -335,6 +335,16 @@ def facts_of(llm: LoadedModel) -> dict[str, str]:
         **({} if llm.adapters is None else {"adapters": str(llm.adapters)}),
     )
 
+# %% ../../nbs/2_core/base.ipynb #559dc1f5
+CALLS: dict[str, Callable[..., Any]] = {}  # by names of methods: what a floor above does for them
+
+
+def registered(call: str) -> Callable[..., Any]:
+    "What a floor above has put into `CALLS` for `call`. Raises `EngineError` if none has."
+    if call not in CALLS:
+        raise EngineError(f"nothing is loaded that does {call}: import LLM from batchlab")
+    return CALLS[call]
+
 # %% ../../nbs/2_core/base.ipynb #e64cc1ec
 class Upkeep(PromptLoop):
     "What a model with prompts under way shows of itself, and what can be done to it as a whole."
@@ -384,12 +394,10 @@ class Upkeep(PromptLoop):
         self, text: bool = True, max_rows: int = 1_000_000, max_text: int = 1_000_000
     ) -> Recorder:
         """Record what happens inside `with llm.trace() as trace:`, a `Recorder`. For arguments
-        see `batchlab.view.trace.trace`.
+        see `batchlab.view.trace.Recorder`.
 
         It is `recorder` from then on, unless the one there still records."""
-        from batchlab.view.trace import trace
-
-        recorder = trace(self, text, max_rows, max_text)
+        recorder = registered("trace")(self, text, max_rows, max_text)
         if self.recorder not in self.watchers:
             self.recorder = recorder
         return recorder

@@ -245,7 +245,7 @@ def load_llm(args: Namespace, kind: type[LLM] | None = None) -> LLM:
     """The `LLM`, or an object of that `kind`, that the arguments ask for. Raises `BatchlabError`,
     also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
     them."""
-    from batchlab.api import LLM
+    from batchlab import LLM
 
     llm = (kind or LLM)(**llm_options(args))
     if args.settings and llm.can_generate:

@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..api.base import CALLS
 from ..errors import ParamError, PromptError
 from ..llm.inputs import settings_for
-from ..core.params import SETTINGS, SamplingParams
-from ..errors import check_names
+from ..core.params import SamplingParams
 from .job import log
 from .lines import JobLine, Postprocess, failure_of, parse_line
 from .runner import name_of, record_of
@@ -36,20 +36,6 @@ Frame = TypeVar("Frame")
 
 # %% auto #0
 __all__ = ['Frame', 'map_frame']
-
-# %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e13
-def options_of(sampling_params: Any) -> dict[str, Any] | None:
-    """`sampling_params`, in whichever form `SamplingParams.of` takes, as a dict for what rows
-    leave open. Raises `ParamError`."""
-    if not sampling_params:
-        return None
-    if isinstance(sampling_params, dict):
-        check_names(sampling_params, SETTINGS)
-        return dict(sampling_params)
-    given, defaults = vars(SamplingParams.of(sampling_params)), vars(SamplingParams())
-    return {
-        k: v for k, v in given.items() if k in ("temperature", "max_tokens") or v != defaults[k]
-    }  # whose defaults are others in a file
 
 # %% ../../nbs/6_jobs/45_tables.ipynb #45ab1e27
 New = dict[str, tuple[str, list[Any]]]  # columns by their names: the type of Arrow, and values
@@ -283,3 +269,6 @@ def map_frame(
         for line in lines
     ]
     return beside(table, records, names)
+
+
+CALLS["map"] = map_frame

@@ -12,8 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ParamError
-from .frames import options_of
+from ..core.params import SETTINGS, SamplingParams
+from ..errors import ParamError, check_names
 from .job import Job
 from .progress import JobResult
 from .lines import Postprocess
@@ -36,6 +36,20 @@ def loader(name: str | None, stack: ExitStack) -> Callable[[], LLM]:
         return llm
 
     return load
+
+# %% ../../nbs/6_jobs/run.ipynb #b0174272
+def options_of(sampling_params: Any) -> dict[str, Any] | None:
+    """`sampling_params`, in whichever form `SamplingParams.of` takes, as a dict for what rows
+    leave open. Raises `ParamError`."""
+    if not sampling_params:
+        return None
+    if isinstance(sampling_params, dict):
+        check_names(sampling_params, SETTINGS)
+        return dict(sampling_params)
+    given, defaults = vars(SamplingParams.of(sampling_params)), vars(SamplingParams())
+    return {
+        k: v for k, v in given.items() if k in ("temperature", "max_tokens") or v != defaults[k]
+    }  # whose defaults are others in a file
 
 # %% ../../nbs/6_jobs/run.ipynb #38e3e099
 def run(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from .. import __version__
+from ..api.base import CALLS
 from ..llm.config import check_count
 from ..core.engine import log
 from ..core.generation import Generation
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from batchlab.core.request import StepPlan
 
 # %% auto #0
-__all__ = ['TICK', 'Recorder', 'trace', 'Live']
+__all__ = ['TICK', 'Recorder', 'Live']
 
 # %% ../../nbs/8_view/trace.ipynb #6f5bd23c
 def row_of(row: Any, number: int) -> Row:
@@ -539,18 +540,7 @@ class Recorder(Watcher, Trace):
         return totals | dict(requests=ended, seconds=round(seconds, 6), tracing=cost)
 
 # %% ../../nbs/8_view/trace.ipynb #ea213b00
-def trace(
-    llm: LoadedModel | Engine,
-    text: bool = True,
-    max_rows: int = 1_000_000,
-    max_text: int = 1_000_000,
-) -> Recorder:
-    """Record what `llm` does inside `with trace(llm) as recorded:`; `recorded` is a `Recorder`,
-    so a `Trace` at any time.
-
-    `text`: keep tokens and texts of requests. `max_rows`, `max_text`: how much is kept. Raises
-    `ParamError`."""
-    return Recorder(llm, text, max_rows, max_text)
+CALLS["trace"] = Recorder
 
 # %% ../../nbs/8_view/trace.ipynb #68f987f9
 def slot_of(r: Request, first: int) -> list[Any]:
