@@ -261,7 +261,7 @@ def test_a_plan_of_vectors(tmp_path, encoder):
     plan = Job(tmp_path / "in.jsonl").plan(encoder)
     assert (plan.requests, plan.failed, plan.max_output_tokens) == (1, 1, 0)
     assert plan.longest == max(len(t.encode()) for t in TEXTS)
-    assert plan.prompt_tokens == length(TEXTS) and plan.prompt_rate
+    assert plan.prompt_tokens == length(TEXTS) and plan.prompt_rates[0]
     assert Job(tmp_path / "in.jsonl").dry_run().requests == 2
 
 

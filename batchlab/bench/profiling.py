@@ -211,18 +211,18 @@ def sweep(
     return found
 
 # %% ../../nbs/9_bench/profiling.ipynb #f5378955
-def cliffs(got: dict[str, dict[int, float]], slack: float = 0.1) -> list[str]:
+def cliffs(got: dict[str, dict[int, float]]) -> list[str]:
     "Sentences on where a `sweep` falls off; none if it does not."
     slots, context = (itertools.pairwise(got[kind].items()) for kind in ("slots", "context"))
     fewer = [
         f"{b} slots give {y:,.0f} tokens/s, fewer than the {x:,.0f} of {a}"
         for (a, x), (b, y) in slots
-        if y < x * (1 - slack)
+        if y < 0.9 * x
     ]
     return fewer + [
         f"at context {b} a step takes {x / y:.1f} times what it takes at {a}"
         for (a, x), (b, y) in context
-        if x / y > b / a * (1 + slack)
+        if x / y > 1.1 * b / a
     ]
 
 # %% ../../nbs/9_bench/profiling.ipynb #358bd192

@@ -90,17 +90,17 @@ def once(path: Path, make: Callable[[Path], object]) -> Path:
 _DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16, fp16=torch.float16, auto=torch.bfloat16)
 
 
-def _write_shape(shape: str, dtype: torch.dtype, seed: int, folder: Path) -> None:
+def _write_shape(shape: str, dtype: torch.dtype, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]), quiet():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         config = AutoConfig.for_model(**SHAPES[shape])
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
 
 
-def shape_folder(shape: str, dtype: str = "bf16", seed: int = 0) -> Path:
+def shape_folder(shape: str, dtype: str = "bf16") -> Path:
     """The folder of a model of `shape`, a name of `SHAPES`, with random weights in `dtype`: made
     on first use, in the cache folder.
 
@@ -108,8 +108,8 @@ def shape_folder(shape: str, dtype: str = "bf16", seed: int = 0) -> Path:
     shape, `ModelError`."""
     if shape not in SHAPES:
         raise ValueError(f"shape {shape!r} is unknown: choose {', '.join(map(repr, SHAPES))}")
-    path = make_cache_dir() / "bench-shapes" / f"{shape}-{dtype.replace('auto', 'bf16')}-s{seed}"
-    return once(path, lambda folder: _write_shape(shape, _DTYPES[dtype], seed, folder))
+    path = make_cache_dir() / "bench-shapes" / f"{shape}-{dtype.replace('auto', 'bf16')}-s0"
+    return once(path, lambda folder: _write_shape(shape, _DTYPES[dtype], folder))
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b114
 GGUF_ARCHS = dict(llama="LLAMA", qwen3="QWEN3", gemma3_text="GEMMA3")

@@ -393,12 +393,6 @@ class GivenParams:
             f"got {type(x).__name__}"
         )
 
-    @classmethod
-    def from_generation_config(cls, gc: GenerationConfig, **defaults: Any) -> SamplingParams:
-        """From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses
-        beams and the like."""
-        return _from_generation_config(gc, defaults)
-
     def clone(self) -> Self:
         "A copy that may be changed."
         return copy.deepcopy(self)
@@ -517,7 +511,8 @@ _GC_NAMES = dict(
 
 
 def _from_generation_config(gc: GenerationConfig, defaults: dict[str, Any]) -> SamplingParams:
-    "See `SamplingParams.from_generation_config`."
+    """From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses beams
+    and the like."""
     _refuse_gc(gc)
     get = lambda name: getattr(gc, name, None)
     kw = {to: v for name, to in _GC_NAMES.items() if (v := get(name)) is not None}

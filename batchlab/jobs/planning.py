@@ -61,14 +61,6 @@ class JobPlan:
     tried: int = 0
     advice: list[Message] = field(default_factory=list)
 
-    @property
-    def prompt_rate(self) -> float | None:
-        return self.prompt_rates and self.prompt_rates[0]
-
-    @property
-    def output_rate(self) -> float | None:
-        return self.output_rates and self.output_rates[0]
-
     def add(self, group: RequestGroup) -> None:
         "Count a request."
         rs = group.requests
@@ -157,13 +149,13 @@ def timed(p: JobPlan) -> list[str]:
     return lines
 
 # %% ../../nbs/6_jobs/planning.ipynb #4041a8bf
-def sharing(seen: set[Any], ids: list[int], size: int = 16) -> int:
+def sharing(seen: set[Any], ids: list[int]) -> int:
     """How many leading tokens of `ids`, in whole chunks, an earlier call with the same set
     `seen` had as well."""
-    hashes = chunk_hashes(ids[:-1], size)  # the last token is always computed
+    hashes = chunk_hashes(ids[:-1], 16)  # the last token is always computed
     n = sum(1 for _ in itertools.takewhile(seen.__contains__, hashes))
     seen.update(hashes[n:])
-    return n * size
+    return 16 * n
 
 
 def noted(p: JobPlan, job: Job, names: ModelNames | None) -> Iterator[JobLine]:
@@ -251,12 +243,10 @@ def rates(
     return (min(read), max(read)), (min(written), max(written)), n
 
 # %% ../../nbs/6_jobs/planning.ipynb #84b2587e-1
-def reading_rates(
-    llm: LLM, texts: list[tuple[list[int], Any]], budget: int = 4096
-) -> tuple[Rates, int]:
+def reading_rates(llm: LLM, texts: list[tuple[list[int], Any]]) -> tuple[Rates, int]:
     """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried:
-    the first of `texts`, pairs of ids and `PoolingParams`, `budget` tokens in all."""
-    n = max(1, sum(total <= budget for total in itertools.accumulate(len(ids) for ids, _ in texts)))
+    the first of `texts`, pairs of ids and `PoolingParams`, 4096 tokens in all."""
+    n = max(1, sum(total <= 4096 for total in itertools.accumulate(len(ids) for ids, _ in texts)))
 
     def seconds() -> float:
         llm.reset_prefix_cache()

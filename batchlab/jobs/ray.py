@@ -459,13 +459,13 @@ def portable(llm: dict | None) -> dict:
     return llm
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #d79fc307
-def store_prefixes(actors: "Actors", seconds: float = 30) -> "list[WorkerHandle]":
+def store_prefixes(actors: "Actors") -> "list[WorkerHandle]":
     "Let `actors` that have a prefix store write what is left for it, before they are killed: all of them."
     with suppress(Exception):
         stored = actors.handles if actors.llm.get("prefix_store") else []
         refs = [h.actor.close.remote() for h in stored if h.info]
         if refs:
-            actors.ray.wait(refs, num_returns=len(refs), timeout=seconds)
+            actors.ray.wait(refs, num_returns=len(refs), timeout=30)
     return actors.handles
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #e27934db

@@ -80,10 +80,10 @@ def stored(root: Path, names: str = f"{_HEX}/{_HEX}.kv") -> list[Stored]:
     return sorted(found)
 
 
-def remove_unfinished(root: Path, seconds: float = 3600) -> None:
-    "Remove what processes left that were killed while they wrote, more than `seconds` ago."
+def remove_unfinished(root: Path) -> None:
+    "Remove what processes left that were killed while they wrote, more than an hour ago."
     for f in stored(root, f"{_HEX}/kv-*.tmp"):
-        if time.time() - f.used / 1e9 > seconds:
+        if time.time() - f.used / 1e9 > 3600:
             with contextlib.suppress(OSError):
                 os.unlink(f.path)
 

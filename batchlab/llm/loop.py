@@ -153,15 +153,12 @@ class Turns(Inbox):
 class Intake(Turns):
     "Moves what is in the inbox to the engines, and ends what is to end."
 
-    def take_in(self, timeout: float = -1) -> bool:
+    def take_in(self) -> None:
         """Queue what came and end what was cancelled or has run out of time, without a step.
 
-        Waits for the end of another thread's step, `timeout` seconds at most (-1: as long as it
-        takes); whether that came."""
-        with self._hold(timeout) as mine:
-            if mine:
-                self._take_in()
-        return mine
+        Waits for the end of another thread's step."""
+        with self._hold():
+            self._take_in()
 
     def _take_in(self) -> None:
         "Queue the prompts that came, and end those that are to be cancelled."

@@ -17,7 +17,7 @@ from ..llm.shown import TABLE_STYLE, esc
 
 # %% auto #0
 __all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'heading', 'written', 'legend',
-           'axis', 'mark_axis', 'tile', 'grid', 'bars', 'colour_key']
+           'axis', 'mark_axis', 'tile', 'grid', 'bars']
 
 # %% ../../nbs/8_view/drawing.ipynb #ad398be4
 COLOURS = dict(
@@ -447,15 +447,3 @@ HTML_STYLE = (
 .bl .chip{border:1px solid var(--edge);border-radius:9px;padding:0 7px;white-space:nowrap}
 """
 )
-
-
-def colour_key(names: Mapping[str, str]) -> str:
-    "What colours mean, as HTML: `{kind: label}`."
-    return (
-        '<div class="key">'
-        + "".join(
-            f'<span><i style="background:var(--{k})"></i>{label}</span>'
-            for k, label in names.items()
-        )
-        + "</div>"
-    )

@@ -344,11 +344,6 @@ class Trace(TraceParts):
         and `displayTimeUnit`."""
         return trace_events(self.data)
 
-    def save_events(self, path: str | os.PathLike) -> Path:
-        """Write `events` to `path` as JSON, whole or not at all, for ui.perfetto.dev or
-        chrome://tracing; returns the path."""
-        return write_json(path, self.events())
-
     def frame(self, what: str = "steps") -> pandas.DataFrame:
         """A pandas `DataFrame` of the 'steps', the 'rows' or the 'requests'. Raises
         `TraceError`, also if pandas is not there."""
