@@ -51,8 +51,7 @@ __all__ = [
     "timeline",
     "run",
 ]
-# what registers `LLM.trace` and `LLM.map`, which are made of floors above the API
-_CALLS = dict.fromkeys(("api", "api.aio"), ("view.trace", "jobs.frames"))
+_CALLS = "view.trace", "jobs.frames"  # register `trace` and `map`, which the API takes from above
 _lazy |= {  # not by *: widgets want a package of their own, and errors are caught by their base
     "LiveView": "view.widgets",
     "Playground": "view.widgets",
@@ -95,8 +94,9 @@ def __getattr__(name: str):
     from importlib import import_module
 
     home = _lazy[name]
-    module, *_ = map(import_module, (f"batchlab.{m}" for m in (home, *_CALLS.get(home, ()))))
-    value = globals()[name] = getattr(module, name)
+    for above in _CALLS if home in ("api", "api.aio") else ():
+        import_module(f"batchlab.{above}")
+    value = globals()[name] = getattr(import_module(f"batchlab.{home}"), name)
     return value
 
 
