@@ -1,12 +1,11 @@
 "What the book measured, and its exercises: records that fit their code, claims that can fail, and answers that are missed when they are out."
 
 import json, re, sys
-from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
 import pytest
 
-from helpers import BOOK, ROOT, tool
+from helpers import BOOK, ROOT, run, tool
 
 sys.path.insert(0, str(ROOT / "nbs"))
 import figures
@@ -96,7 +95,8 @@ def test_only_what_a_figure_needs_is_run():
         "print(rate)",
         'def found(): pass\nRegistry.register("by a string", found)',
     ]
-    keep, shown = MEASURE.needed(cells, ["speed"])
+    shown = MEASURE.named(cells, ["speed"])
+    keep = MEASURE.needed(cells, shown)
     assert keep == {0, 1, 2, 3, 4, 7, 9, 11, 13} and shown == {9, 11}
 
 
@@ -171,20 +171,55 @@ def edition(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def attempts(edition):
-    "Each chapter of the edition, run: two at a time, on a thread each."
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        for k, v in dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", BATCHLAB_WIDGETS="0").items():
-            patch.setenv(k, v)
-        return dict(zip(CHAPTERS, pool.map(lambda p: EXERCISES.trial(p, edition), CHAPTERS)))
+def attempts():
+    "What `.ci/exercises --try` says of each chapter: all in one process, which imports torch once."
+    env = dict(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", BATCHLAB_WIDGETS="0")
+    tried = [str(ROOT / ".ci/exercises"), "--try", *(p.stem for p in CHAPTERS)]
+    done = run(sys.executable, *tried, timeout=3000, **env)
+    _, *parts = re.split(r"^(\w+): (?=\d+ answers)", done.stdout, flags=re.M)
+    assert len(parts) == 2 * len(CHAPTERS), done.stderr
+    return dict(zip(parts[::2], parts[1::2]))
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda p: p.stem)
 def test_each_check_fails_without_its_answer_then_passes_with_it_and_nothing_else_fails(
     path, attempts
 ):
-    answers, found = attempts[path]
-    assert answers and found == ([], [])
+    well = r"[1-9]\d* answers, 0 checks that pass without one, 0 other cells that fail\n"
+    assert re.fullmatch(well, attempts[path.stem]), attempts[path.stem]
+
+
+def code(source, id=""):
+    return dict(cell_type="code", source=source, id=id)
+
+
+def test_what_an_attempt_finds():
+    early, later = code("#| check\n1"), code("#| check\n1", f"a{EXERCISES.AGAIN}")
+    assert EXERCISES.found([(early, "E"), (later, ""), (code("2"), "")]) == ([], [])
+    assert EXERCISES.found([(early, "")]) == (["#| check\n1"], [])
+    failed = EXERCISES.found([(later, "E: no"), (code("2"), "E: two")])
+    assert failed == ([], ["#| check\n1\nE: no", "2\nE: two"])
+
+
+def test_the_whole_chapter_decides_unless_all_goes_well_without_what_no_exercise_needs(monkeypatch):
+    cells = ["slow = 1", "held = [1]", "y = held.pop()", "z = slow", "#| check\nassert held == []"]
+    whole, ran = dict(cells=[*map(code, cells)]), []
+    assert [c["source"] for c in EXERCISES.tested(whole)["cells"]] == [*cells[1:3], cells[4]]
+
+    def runs(nb, folder, error=""):
+        ran.append(len(nb["cells"]))
+        return [(c, error) for c in nb["cells"]]
+
+    early = lambda c: c["source"].startswith("#| check") and not c["id"].endswith(EXERCISES.AGAIN)
+    chapter, names = BOOK["find"]("02_decode"), EXERCISES.trial.__globals__
+    for error, runs_of in (("", 1), ("NameError: x", 2)):
+        ran.clear()
+        part = lambda nb, folder: [(c, "E" if early(c) else error) for c, _ in runs(nb, folder)]
+        monkeypatch.setitem(names, "executed", part)
+        monkeypatch.setitem(names, "in_kernel", runs)
+        _, (passed, failed) = EXERCISES.trial(chapter, ROOT)
+        assert len(ran) == runs_of and not failed and ran == sorted(ran)
+        assert bool(passed) == bool(error)  # nothing fails in the whole one, not even the checks
 
 
 def test_the_emptied_edition(edition):
