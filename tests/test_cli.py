@@ -4,6 +4,7 @@ import argparse, json, os, re, signal, subprocess, sys, time
 import pytest
 
 from helpers import but_compiler
+from warm import warm
 
 from batchlab.cli import main
 from batchlab.cli.flags import COMMANDS, parse_args, parser_of
@@ -33,12 +34,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def batchlab(tmp_path):
     "Run the command in a process of its own."
-
-    def call(*args, env=None, **how):
-        how = dict(text=True, encoding="utf-8", capture_output=True, timeout=50) | how
-        return subprocess.run([*CMD, *args], cwd=tmp_path, env=ENV | (env or {}), **how)
-
-    return call
+    return lambda *args, **how: warm([*CMD, *args], tmp_path, ENV, **how)
 
 
 @pytest.fixture
@@ -117,8 +113,11 @@ def test_a_field_is_a_flag():
     assert flags["embed"].count("prompt_column") == flags["plan"].count("input") == 1
 
 
-def test_text_on_a_pipe(cli):
-    p = cli("a", "a longer prompt", "é")
+def test_text_on_a_pipe(model):
+    "From an interpreter of its own, whose imports say nothing either."
+    words = ["generate", "a", "a longer prompt", "é", "--model", model, "--max-tokens", "6"]
+    how = dict(encoding="utf-8", capture_output=True, timeout=50)
+    p = subprocess.run([*CMD, *words], env=ENV, **how)
     assert (p.returncode, but_compiler(p.stderr)) == (0, "")
     want = ["[1] a", "[2] a longer prompt", "[3] é"]
     assert [s for s in p.stdout.split("\n") if s in want] == want
@@ -242,7 +241,7 @@ def test_full_disk_is_one_line(cli):
         pytest.skip("needs /dev/full, the device that is always full")
     fails_in_one_line(cli("a", "b", "--output", "/dev/full"), 1, "can't write /dev/full", "0 of 2")
     with open("/dev/full", "w") as full:
-        p = cli("a", "b", capture_output=False, stdout=full, stderr=-1)
+        p = cli("a", "b", stdout=full.fileno())
     fails_in_one_line(p, 1, "can't write standard output")
 
 
@@ -250,7 +249,7 @@ def test_full_disk_is_one_line(cli):
 def test_reader_leaves(cli):
     r, w = os.pipe()
     os.close(r)
-    p = cli("a", "b", capture_output=False, stdout=w, stderr=-1)
+    p = cli("a", "b", stdout=w)
     os.close(w)
     assert (p.returncode, but_compiler(p.stderr)) == (1, "")
 
@@ -524,20 +523,24 @@ def test_a_job_needs_no_standard_streams(model, tmp_path):
     ],
     ids=["ascii", "cp1252", "C"],
 )
-def test_letters_that_standard_output_can_not_write(batchlab, model, tmp_path, env):
+def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
+    "Three commands in one interpreter, whose streams are of such an encoding."
     (tmp_path / "in.csv").write_text("wort\nStraße\n", encoding="utf-8")
     how = ["-i", "in.csv", "--prompt-template", "größer {wort}", "--model", model]
-
-    def call(*args):
-        p = batchlab(*args, *how, "--max-tokens", "4", env=env, text=False, encoding=None)
-        assert p.returncode == 0, p.stderr
-        return p.stdout
-
-    shown = call("generate", "grüße 日本")
+    prompt = ["generate", "grüße 日本"]
+    calls = [[*prompt], [*prompt, "-o", "o.jsonl"], ["plan", "--no-calibration"]]
+    code = (
+        "import json, sys; from batchlab.cli import main\n"
+        "for a in json.loads(sys.argv[1]): assert main(a) == 0; print('\\f', end='')"
+    )
+    asked = json.dumps([[*a, *how, "--max-tokens", "4"] for a in calls])
+    command = [sys.executable, "-c", code, asked]
+    p = subprocess.run(command, cwd=tmp_path, env=ENV | env, capture_output=True, timeout=50)
+    assert p.returncode == 0, p.stderr
+    shown, _, plan, _ = p.stdout.split(b"\f")
     assert shown.count(b"[") >= 2 and b"\\u65e5" in shown
-    call("generate", "grüße 日本", "-o", "o.jsonl")
     assert [r["prompt"] for r in rows(tmp_path / "o.jsonl")] == ["grüße 日本", "größer Straße"]
-    assert b"1 request" in call("plan", "--no-calibration")
+    assert b"1 request" in plan
 
 
 def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import but_compiler, same
+from warm import warm
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.api import LLM
@@ -596,22 +597,22 @@ def test_pipes(folder, tmp_path, job):
     "Requests from standard input; answers to standard output, until its reader leaves."
     calm = job([ask(i) for i in range(40)], output="calm.jsonl")
     assert calm.run(LLM(folder, dtype="fp32")).answered == 40
-    data, want = (tmp_path / "in.jsonl").read_bytes(), texts(tmp_path / "calm.jsonl")
+    data, want = (tmp_path / "in.jsonl").read_text(encoding="utf-8"), texts(tmp_path / "calm.jsonl")
     args = [*CMD, "-i", "-", "--model", folder, "--dtype", "fp32", "-o"]
-    how = dict(cwd=tmp_path, env=ENV, capture_output=True, timeout=120)
-    run = lambda *a, input=data: subprocess.run([*args, *a], input=input, **how)
+    how = dict(cwd=tmp_path, env=ENV, timeout=120)
+    run = lambda *a, input=data: warm([*args, *a], input=input, **how)
     p = run("-", "--trace", "trace.json")
-    (tmp_path / "piped.jsonl").write_bytes(p.stdout)
+    (tmp_path / "piped.jsonl").write_text(p.stdout, encoding="utf-8")
     assert p.returncode == 0 and texts(tmp_path / "piped.jsonl") == want, p.stderr
-    assert b"can not go on" in p.stderr and not [*tmp_path.glob("-*")]
+    assert "can not go on" in p.stderr and not [*tmp_path.glob("-*")]
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert trace["totals"]["requests"] == dict(Counter(f for _, f in want.values()))
     assert run("kept.jsonl", "--limit", "15").returncode == 0
     assert len(rows(tmp_path / "kept.jsonl")) == 15
-    assert b"15 of them before" in run("kept.jsonl").stderr  # the same input again: it goes on
+    assert "15 of them before" in run("kept.jsonl").stderr  # the same input again: it goes on
     assert texts(tmp_path / "kept.jsonl") == want
     os.mkfifo(tmp_path / "fifo")
-    shell = lambda line: subprocess.run(line, shell=True, **how)
+    shell = lambda line: subprocess.run(line, shell=True, capture_output=True, **how)
     for pipe in ("/dev/stdin", "fifo"):  # read whole first: a job reads its input twice
         whole = " ".join([*args, "named.jsonl"]).replace("-i -", f"-i {pipe}")
         p = shell(("cat in.jsonl > fifo & " if pipe == "fifo" else "cat in.jsonl | ") + whole)
@@ -619,8 +620,8 @@ def test_pipes(folder, tmp_path, job):
         (tmp_path / "named.jsonl").unlink()
     with pytest.raises(JobError, match="is no file"):
         job(input="fifo").check()
-    p = run("none.jsonl", input=b"")
-    assert p.returncode == 2 and b"standard input is empty" in p.stderr
+    p = run("none.jsonl", input="")
+    assert p.returncode == 2 and "standard input is empty" in p.stderr
     head = shell(f"{' '.join(args)} - < in.jsonl | head -n 1")
     assert len(head.stdout.splitlines()) == 1 and b"Traceback" not in head.stderr
 
