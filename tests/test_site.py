@@ -249,6 +249,8 @@ def test_chapter_page(path, pages):
         rf'class="prev-page" href="{before}.html"', page.text
     )
     assert re.search(rf'class="next-page" href="{after}.html"', page.text)
+    marked = r'<li class="toctree-l1 current current-page"><a class="current[^"]*" href="#">'
+    assert len(re.findall(marked, page.text)) == 1
     if module := sources.module_of(path):
         assert f"api/{module}.html" in page.text
 

@@ -10,6 +10,8 @@ from docutils import nodes
 from docutils.utils.math import latex2mathml
 from fastcore.docments import docments
 from sphinx import addnodes
+from sphinx.environment.adapters.toctree import global_toctree_for_doc
+from sphinx.util.osutil import relative_uri
 
 project, copyright = "batchlab", "the batchlab authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
@@ -171,6 +173,39 @@ def explain_terms(app, doctree, docname):
             node["reftitle"] = known[anchor.replace("_", "-")]
 
 
+ENTRY = re.compile(r'<li class="toctree-l1"><a class="reference internal" href="([^"#:]+)">')
+MARKED = '<li class="toctree-l1 current"><a class="current reference internal" href="#">'
+
+
+def tree_for(tree, uri):
+    "The list of all pages, flat and with links from the top, as the page at `uri` has it: its own links, and its entry marked."
+    link = lambda m: (
+        MARKED if m[1] == uri else m[0].replace(f'"{m[1]}"', f'"{relative_uri(uri, m[1])}"')
+    )
+    lists = re.split(r"(?<=</ul>)", ENTRY.sub(link, tree))
+    return "".join(x.replace("<ul>", '<ul class="current">') if MARKED in x else x for x in lists)
+
+
+trees: dict = {}  # by what the theme asks for
+
+
+def one_tree(app, pagename, templatename, context, doctree):
+    "Beside each page stands the same list of all pages: Sphinx makes it once, not for each of 400 again."
+    own, builder = context.get("toctree"), app.builder
+
+    def toctree(**how):
+        if (key := tuple(sorted(how.items()))) not in trees:
+            whole = global_toctree_for_doc(app.env, "search", builder, tags=app.tags, **how)
+            trees[key] = builder.render_partial(whole)["fragment"]
+        tree = trees[key]
+        return (
+            own(**how) if "toctree-l2" in tree else tree_for(tree, builder.get_target_uri(pagename))
+        )
+
+    if own:
+        context["toctree"] = toctree
+
+
 def draw_math(page, node):
     text = node.astext().replace(r"\dots", r"\ldots")
     page.body.append(latex2mathml.tex2mathml(text, as_block=isinstance(node, nodes.math_block)))
@@ -186,4 +221,5 @@ def setup(app):
     app.connect("autodoc-skip-member", skip)
     app.connect("doctree-read", link_names)
     app.connect("doctree-resolved", explain_terms)
+    app.connect("html-page-context", one_tree, priority=100)  # before the theme asks for it
     return dict(parallel_read_safe=True)
