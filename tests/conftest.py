@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / ".ci"))  # what its sc
 
 
 # With several workers these begin: xdist takes files with many tests first, and these have few that are slow.
-SLOW = ["test_book", "test_engine", "test_site", "test_bench", "test_beam"]
+SLOW = ["test_book", "test_engine", "test_site", "test_cli", "test_bench"]
 
 
 def pytest_configure(config):

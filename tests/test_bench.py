@@ -169,7 +169,7 @@ def test_profile_leaves_everything_as_it_was():
     ],
 )
 def test_mistakes_get_one_line(folder, args, said, capsys, one_thread):
-    "In this process: that the command ends with the status, the profile above shows."
+    "In this process: `main` returns the status that the command ends with."
     argv = [*TINY, "--model", folder, "--workloads", "single", *args.split()]
     try:
         status = main(argv)
