@@ -326,7 +326,7 @@ def test_weights_of_batchlab_are_a_file(folder, tmp_path):
 @pytest.mark.parametrize("mode", ["profile", "memory"])
 def test_modes_look_at_the_weights_that_are_named(folder, mode, monkeypatch):
     opened = []
-    monkeypatch.setattr(profiling, "LLM", lambda model, **how: opened.append((model, how)))
+    monkeypatch.setattr(profiling.batchlab, "LLM", lambda model, **how: opened.append((model, how)))
     monkeypatch.setattr(
         profiling, "memory_of", lambda own, w, t: opened.append((own["model"], own["options"]))
     )

@@ -84,19 +84,21 @@ def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
     "forms", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", None), ("Q4_1", "Q4_1", "Q4_1")]
 )
 @pytest.mark.parametrize("sizes", [(64, 32, 40), (40, 24, 8)])
-def test_layers_side_by_side_may_have_different_forms(forms, sizes):
-    kernels, dtype = load_kernels(), torch.float32
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_side_by_side_may_have_different_forms(forms, sizes, dtype):
+    kernels = load_kernels()
     weights = [
-        torch.randn(n, 256) if form is None else grouped(form, n, 256, dtype, n)
+        torch.randn(n, 256, dtype=dtype) if form is None else grouped(form, n, 256, dtype, n)
         for form, n in zip(forms, sizes)
     ]
-    layers = [linear_of(w, torch.randn(len(w)) if i == 1 else None) for i, w in enumerate(weights)]
+    biases = [torch.randn(n, dtype=dtype) if i == 1 else None for i, n in enumerate(sizes)]
+    layers = [linear_of(w, bias) for w, bias in zip(weights, biases)]
     mine = GroupedLinear(*layers, kernels=kernels)
     plain = PackedLinear(
         *(linear_of(plain_weight(l.weight), l.bias) for l in layers), kernels=kernels
     )
-    for rows in (1, 13):
-        x = torch.randn(rows, 256)
+    for rows in (1, 13, 70):
+        x = torch.randn(rows, 256, dtype=dtype)
         assert torch.equal(mine(x), plain(x))
     assert mine.sizes == plain.sizes and mine.panels._length_ == -(-sum(sizes) // 32)
 

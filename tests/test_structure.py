@@ -121,6 +121,8 @@ from batchlab import LLM
 assert LLM is api.LLM and CALLS.keys() == {"trace", "map"}
 """
     assert (done := python(code)).returncode == 0, done.stderr
+    code = "from batchlab.compat.vllm import LLM; from batchlab.api.base import CALLS; assert len(CALLS) == 2"
+    assert (done := python(code)).returncode == 0, done.stderr
 
 
 def test_size_counts_code_only():

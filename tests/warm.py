@@ -16,9 +16,9 @@ def become(args, cwd, env, streams):
     os.environ.clear()
     os.environ.update(env)
     lossless = dict(encoding="utf-8", errors="surrogateescape")
-    sys.stdin = sys.__stdin__ = open(0, **lossless)
-    sys.stdout = sys.__stdout__ = open(1, "w", **lossless)
-    named = dict(encoding="utf-8", errors="backslashreplace")
+    sys.stdin = sys.__stdin__ = open(0, newline="\n", **lossless)
+    sys.stdout = sys.__stdout__ = open(1, "w", newline="\n", **lossless)
+    named = dict(encoding="utf-8", errors="backslashreplace", newline="\n")
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, **named)
     sys.argv, sys.path[0] = args, str(cwd)
     runpy.run_module(args[0], run_name="__main__", alter_sys=True)
@@ -66,7 +66,7 @@ def warm(command, cwd, env, input=None, stdout=None, stderr=None, timeout=50):
             return to
         r, w = os.pipe()
         own.append(w)
-        threads.append(threading.Thread(target=lambda: kept.update({name: read(r)})))
+        threads.append(threading.Thread(target=lambda: kept.update({name: read(r)}), daemon=True))
         return w
 
     def read(r):
@@ -76,22 +76,29 @@ def warm(command, cwd, env, input=None, stdout=None, stderr=None, timeout=50):
     r, w = os.pipe()
     own.append(r)
     streams = [r, pipe("stdout", stdout), pipe("stderr", stderr)]
-    socket.send_fds(asked, [json.dumps([args, str(cwd), env]).encode()], streams)
-    for fd in own:
-        os.close(fd)
+    data, message = (input or "").encode(), json.dumps([args, str(cwd), env]).encode()
+    killed = threading.Event()
+    try:
+        socket.send_fds(asked, [message], streams)
+        for fd in own:
+            os.close(fd)
+        for t in threads:
+            t.start()
+        assert (pid := int(asked.recv(99))) > 0
+        late = threading.Timer(timeout, lambda: (killed.set(), os.kill(pid, signal.SIGKILL)))
+        late.start()
+        with contextlib.suppress(BrokenPipeError), open(w, "wb") as f:
+            f.write(data)
+        status = int(asked.recv(99))
+        late.cancel()
+    except BaseException:  # else the next command would read this one's answers
+        asked.close()
+        server.cache_clear()
+        raise
     for t in threads:
-        t.start()
-    with contextlib.suppress(BrokenPipeError), open(w, "w", encoding="utf-8", newline="") as f:
-        f.write(input or "")
-    pid = int(asked.recv(99))
-    late = threading.Timer(timeout, os.kill, (pid, signal.SIGKILL))
-    late.start()
-    status = int(asked.recv(99))
-    for t in threads:
-        t.join()
-    if not late.is_alive():
+        t.join(timeout)
+    if killed.is_set() or any(t.is_alive() for t in threads):
         raise subprocess.TimeoutExpired(command, timeout)
-    late.cancel()
     return subprocess.CompletedProcess(command, status, kept.get("stdout"), kept.get("stderr"))
 
 

@@ -150,7 +150,7 @@ def own_llm(s: Setup) -> LLM:
     "The `LLM` to look at, with the options of the first contender."
     own = bench.with_weights(s.settings, s.forms)
     settings: dict[str, Any] = {k: own[k] for k in ("dtype", "device", "max_num_seqs")}
-    return LLM(own["model"], **settings | own["options"])
+    return batchlab.LLM(own["model"], **settings | own["options"])
 
 
 def chosen(s: Setup) -> Iterator[tuple[str, Workload]]:

@@ -13,6 +13,7 @@ from dataclasses import field, make_dataclass
 from types import SimpleNamespace
 from typing import Any, Self, TypedDict
 
+import batchlab
 from .. import api
 from ..api.base import trim_memory
 from ..core import params
@@ -53,7 +54,7 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(k, k): v for k, v in kept.items() if v is not None or k not in RENAMED}
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00012
-class LLM(api.LLM):
+class LLM(batchlab.LLM):
     "An `LLM` that takes vLLM's arguments, see `engine_options`."
 
     def __init__(self, model: Any = None, tokenizer: Any = None, **engine: Any) -> None:

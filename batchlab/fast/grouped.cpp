@@ -260,7 +260,7 @@ struct Expander {
         for (auto& v : b) v = all(-0.f);
         for (int i = 0; i < 16; i++) table[i] = i - f.zero;
     }
-    // Calls put(v) for numbers k and k + 1 of all outputs, k ascending, up to (not including) `end`: v[o] has outputs 8 o to
+    // Calls put(v) for numbers k and k + 1 of all outputs, k ascending, up to `end`, a multiple of 16: v[o] has outputs 8 o to
     // 8 o + 7, for each the k-th and the next
     template <class F>
     inline void to(i64 end, F put) {
@@ -380,11 +380,17 @@ struct RowBlocks {
     i64 begin(i64 q) const { return q < 2 ? q * first : first + (rows - first) * (q - 1) / others; }
     i64 size(i64 q) const { return begin(q + 1) - begin(q); }
 };
+// Room for n numbers that begins where a cache line does
+template <class T>
+static inline T* lines_of(std::vector<T>& room, i64 n) {
+    room.resize(n + 64 / sizeof(T));
+    return (T*)(((uintptr_t)room.data() + 63) & ~(uintptr_t)63);
+}
 // Blocks first to last (excluded) of all packed rows by a panel, the p-th of N outputs
 template <class T>
 static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, T* out, i64 M, i64 N, i64 K, i64 first,
                           i64 last) {
-    static thread_local std::vector<T> room;
+    static thread_local std::vector<T> own;
     const T *b = (const T*)panel.at, *added = bias ? bias + p * NR : bias;
     const int n = std::min<i64>(NR, N - p * NR);
     const RowBlocks blocks(M);
@@ -393,13 +399,14 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
     if (panel.form >= 0) {
         const Form& f = FORMS[panel.form];
         const auto* from = (const uint8_t*)panel.at;
-        room.resize(NR * K), b = room.data(), bytes = K / f.group * f.bytes();
+        T* room = lines_of(own, NR * K);
+        b = room, bytes = K / f.group * f.bytes();
 #ifdef __AVX512BF16__
         if constexpr (std::is_same_v<T, bf16>) {
             by_count<MR>(blocks.size(first), [&](auto m) {
                 const T* a = x + blocks.begin(first) * K;
                 const auto multiply = [&](auto bits, auto keep) {
-                    first_block<m, bits, keep>(a, from, f, added, K, at(first), N, n, room.data());
+                    first_block<m, bits, keep>(a, from, f, added, K, at(first), N, n, room);
                 };
                 const std::integral_constant<int, 4> four;
                 const std::integral_constant<int, 8> eight;
@@ -411,7 +418,7 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
             first++;
         } else
 #endif
-            expand_panel(from, f, K, room.data());
+            expand_panel(from, f, K, room);
     }
     const char* soon = (const char*)panel.at + bytes;  // the next panel, in parts
     const int lines = last > first ? bytes / 64 / (last - first) : 0;
@@ -424,16 +431,16 @@ constexpr int LEAD = 64;  // numbers of each output that are expanded before the
 template <int BITS>
 static void tiled_panel(const bf16* x, const uint8_t* from, const Form& f, const bf16* bias, bf16* out, i64 p, i64 M, i64 N,
                         i64 K, i64 first, i64 last) {
-    static thread_local std::vector<bf16> room;
-    room.resize(NR * K);
-    bf16* to = room.data();
+    static thread_local std::vector<bf16> own;
+    const bf16* room = lines_of(own, NR * K);
+    auto* to = (bf16*)room;
     Expander<BITS> numbers(from, f);
     const auto expand = [&](i64 end) {
         numbers.to(std::min(end, K), [&](const vf(&v)[4]) { put_rows(to, v), to += 2 * NR; });
         asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
     };
     expand(LEAD);
-    tile_panels(x, room.data() - p * NR * K, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N),
+    tile_panels(x, room - p * NR * K, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N),
                 [&](i64, i64 k) { expand(k + LEAD + 32); });
 }
 namespace shared {

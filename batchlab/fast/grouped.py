@@ -334,7 +334,7 @@ def groups_right(kernels: Kernels) -> Iterator[bool]:
         panels = panel_table([(packed, form.index)])
         for dtype in DTYPES:
             weight = kernels.pack_weight(groups.plain(dtype))
-            x = torch.randn(29, K, generator=gen).to(dtype)
+            x = torch.randn(70, K, generator=gen).to(dtype)
             for rows in (x[:0], x[:1], x[:8], x):
                 got = grouped_product(kernels, rows, panels, None, 70)
                 yield torch.equal(got, kernels.product(rows, weight, None, 70))

@@ -247,8 +247,8 @@ static void quads_tiles(const Rounded& x, const Panel& panel, const T* bias, T* 
     static thread_local std::vector<int8_t> own;
     const Form& f = FORMS[panel.form];
     const auto* from = (const uint8_t*)panel.at;
-    own.resize(K * NR);
-    spread_panel(from, f, K, own.data());
+    int8_t* const spread = lines_of(own, K * NR);
+    spread_panel(from, f, K, spread);
     asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
     for (i64 q = first; q < last; q++) {
         const i64 r = q * blocks.each;
@@ -260,7 +260,7 @@ static void quads_tiles(const Rounded& x, const Panel& panel, const T* bias, T* 
         }
         vf s[2 * TR][NV];
         const auto multiply = [&](auto group, auto two) {
-            (f.offsets ? quads_tile<group, two, true> : quads_tile<group, two, false>)(x, r, m, from, f, own.data(), K, s);
+            (f.offsets ? quads_tile<group, two, true> : quads_tile<group, two, false>)(x, r, m, from, f, spread, K, s);
         };
         const auto of = [&](auto group) { m > TR ? multiply(group, std::true_type()) : multiply(group, std::false_type()); };
         f.group == 32 ? of(std::integral_constant<int, 32>()) : of(std::integral_constant<int, 16>());

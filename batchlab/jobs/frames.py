@@ -270,5 +270,5 @@ def map_frame(
     ]
     return beside(table, records, names)
 
-
-CALLS["map"] = map_frame
+# %% ../../nbs/6_jobs/45_tables.ipynb #57531040
+CALLS.setdefault("map", map_frame)

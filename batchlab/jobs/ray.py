@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
-import numpy as np, psutil, torch
+import batchlab, numpy as np, psutil, torch
 
 from ..errors import BatchlabError, JobError, Option, ParamError
 from ..api import LLM
@@ -213,7 +213,7 @@ class BatchLLM:
         if num_threads:
             torch.set_num_threads(num_threads)
         self.queue = LineQueue(
-            Job("-", sampling_params=sampling_params, timeout=timeout), LLM(**llm)
+            Job("-", sampling_params=sampling_params, timeout=timeout), batchlab.LLM(**llm)
         )
         how = PoolingParams.of(None if embed is True else embed, "embed") if embed else None
         self.names, self.numbers = _VECTOR if embed else _TEXT, itertools.count(1)
@@ -359,7 +359,7 @@ class Worker:
         "Load the model, by arguments of `LLM`: what there is to know of it, or why it can't be."
         torch.set_num_threads(num_threads)
         try:
-            engine = self.llm = LLM(**llm)
+            engine = self.llm = batchlab.LLM(**llm)
         except BatchlabError as e:
             return str(e)
         template = SimpleNamespace(chat_template=getattr(engine.tokenizer, "chat_template", None))

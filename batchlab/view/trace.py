@@ -540,7 +540,7 @@ class Recorder(Watcher, Trace):
         return totals | dict(requests=ended, seconds=round(seconds, 6), tracing=cost)
 
 # %% ../../nbs/8_view/trace.ipynb #ea213b00
-CALLS["trace"] = Recorder
+CALLS.setdefault("trace", Recorder)
 
 # %% ../../nbs/8_view/trace.ipynb #68f987f9
 def slot_of(r: Request, first: int) -> list[Any]:
