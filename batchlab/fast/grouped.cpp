@@ -432,8 +432,7 @@ template <int BITS>
 static void tiled_panel(const bf16* x, const uint8_t* from, const Form& f, const bf16* bias, bf16* out, i64 p, i64 M, i64 N,
                         i64 K, i64 first, i64 last) {
     static thread_local std::vector<bf16> own;
-    const bf16* room = lines_of(own, NR * K);
-    auto* to = (bf16*)room;
+    bf16 *const room = lines_of(own, NR * K), *to = room;
     Expander<BITS> numbers(from, f);
     const auto expand = [&](i64 end) {
         numbers.to(std::min(end, K), [&](const vf(&v)[4]) { put_rows(to, v), to += 2 * NR; });
@@ -453,7 +452,7 @@ static void grouped_tiles(const bf16* x, const Panel* panels, const bf16* bias, 
         const auto [at, form] = panels[p];
         if (form < 0) {
             const auto* w = (const bf16*)at - p * NR * K;
-            tile_panels(x, w, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N), fetching(w, K, p + 1));
+            tile_panels(x, w, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N), fetching(w, K, p + 2));
         } else
             (FORMS[form].bits == 4 ? tiled_panel<4> : tiled_panel<8>)(x, (const uint8_t*)at, FORMS[form], bias, out, p, M, N, K,
                                                                       first, last);
