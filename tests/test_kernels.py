@@ -305,9 +305,11 @@ def test_a_prefix_may_be_shared_or_not_and_no_bit_changes(kernels):
         lengths.sort(key=lambda n: n > 1)
         starts = [rng.randrange(700) for _ in lengths]
         rows = [(s, n, rng.randrange(s // 64 + 1)) for s, n in zip(starts, lengths)]
-        dtype, asks = rng.choice(list(DTYPES)), rng.choice(ASKED)
-        cache, batch = cache_for(rows, 3, 64, 64, dtype, seed=trial)
-        q = drawn(batch.num_tokens, 9, 64, dtype=dtype)
+        dtype, (H, KV, D, Dv) = rng.choice(list(DTYPES)), rng.choice(SHAPES)
+        asks = dict(rng.choice(ASKED))
+        asks["sinks"] = None if asks["sinks"] is None else drawn(H)
+        cache, batch = cache_for(rows, KV, D, Dv, dtype, seed=trial)
+        q = drawn(batch.num_tokens, H, D, dtype=dtype)
         want = attended(kernels, q, cache, batch, **asks)
         found += sum(n > 0 for _, n in prefix_groups(batch, 64))
         alone = [([r], 0) for r in range(6)]

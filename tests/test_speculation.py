@@ -520,15 +520,18 @@ def test_a_proposer_that_fails_costs_guesses_alone(caplog):
         def note(self, request, drafted, accepted):
             self._maybe("note")
 
+        def timed(self, seconds):
+            self._maybe("timed")
+
     model, prompts = tiny_model("llama", seed=5), drawn_prompts(random.Random(3), 4)
     outs = LLM(model).generate(prompts, greedy(12), use_tqdm=False)
-    for where in ("begin", "draft_ids", "taken", "note"):
+    for where in ("begin", "draft_ids", "taken", "note", "timed"):
         llm = LLM(model, speculation="lookup")
         llm.proposer = Failing(answers_of(outs), where)
         caplog.clear()
         assert ids(checked(llm).generate(prompts, greedy(12), use_tqdm=False)) == ids(outs)
         said = [r for r in caplog.records if "speculation failed" in r.message]
-        assert len(said) == 1 and bool(drafted(llm)[0]) == (where in ("taken", "note"))
+        assert len(said) == 1 and bool(drafted(llm)[0]) == (where in ("taken", "note", "timed"))
 
 
 def test_counts_and_records_are_of_the_tokens_that_came():

@@ -235,3 +235,7 @@ class Proposer(Protocol):
     def note(self, request: Request, drafted: int, accepted: int) -> None:
         "Of so many guesses for `request`, these were right; it may have ended with that."
         ...
+
+    def timed(self, seconds: float) -> None:
+        "The step took `seconds`, or broke off after them."
+        ...

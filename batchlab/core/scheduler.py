@@ -280,41 +280,39 @@ class SafeProposer:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.begun, self.failed = proposer, False, False
 
-    def _lose(self, e: Exception) -> None:
-        if not self.failed:
-            log.error("speculation failed: steps go on without these drafts", exc_info=e)
-        self.failed = True
+    def _done(self, call: Callable[..., object], *args: object) -> bool:
+        "Whether `call` came to its end."
+        try:
+            call(*args)
+            return True
+        except Exception as e:
+            if not self.failed:
+                log.error("speculation failed: steps go on without these drafts", exc_info=e)
+            self.failed = True
+            return False
 
     def begin(self, plan: StepPlan) -> None:
         "The rows of `plan` are about to get their guesses."
-        self.begun = False
-        try:
-            self.proposer.begin(plan)
-            self.begun = True
-        except Exception as e:
-            self._lose(e)
+        self.begun = self._done(self.proposer.begin, plan)
 
     def draft_ids(self, request: Request, most: int) -> list[int]:
         "Up to `most` guesses of the tokens that follow those of `request`."
-        try:
-            return self.proposer.draft_ids(request, most) if self.begun else []
-        except Exception as e:
-            self._lose(e)
-            return []
+        ids: list[int] = []
+        if self.begun:
+            self._done(lambda: ids.extend(self.proposer.draft_ids(request, most)))
+        return ids
 
     def taken(self, request: Request, drafted: int) -> None:
         "So many guesses for `request` have their place in the step."
-        try:
-            self.proposer.taken(request, drafted)
-        except Exception as e:
-            self._lose(e)
+        self._done(self.proposer.taken, request, drafted)
 
     def note(self, request: Request, drafted: int, accepted: int) -> None:
         "Of so many guesses for `request`, these were right."
-        try:
-            self.proposer.note(request, drafted, accepted)
-        except Exception as e:
-            self._lose(e)
+        self._done(self.proposer.note, request, drafted, accepted)
+
+    def timed(self, seconds: float) -> None:
+        "The step took `seconds`, or broke off after them."
+        self._done(self.proposer.timed, seconds)
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #f2539c53
 class StepDrafts(StepShares):

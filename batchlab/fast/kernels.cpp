@@ -31,6 +31,11 @@ static inline vf vtanh(vf x) {
 }
 
 constexpr int COLUMNS = 64, CV = 4, TILE = CV * W, STEP = 128, ROWS = 64, DIM = 256;
+#ifdef TILES
+constexpr int TOGETHER = TR;  // rows whose scores wait together
+#else
+constexpr int TOGETHER = RB;
+#endif
 // What will be read next, fetched into the second cache bit by bit: up to so many stretches of memory
 struct Prefetch {
     const char *from[2 * STEP / COLUMNS], *end[2 * STEP / COLUMNS];
@@ -141,7 +146,7 @@ struct Shape {
 template <class T>
 struct Unit {  // rows of queries, and what they have gathered; a row sees columns begin to end (excluded)
     T q[ROWS * DIM];
-    float s[RB * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
+    float s[TOGETHER * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
     i64 begin[ROWS], end[ROWS];
 };
 template <class S>
@@ -233,35 +238,88 @@ static inline float quantize(const T* x, i64 n, int8_t* to, i64 step) {
     return scale;
 }
 
+// Weights of row r of u in the place of its scores s in n columns from c on; what was summed before fades
+template <class T>
+static inline void weigh_row(const Shape& z, Unit<T>& u, int r, i64 c, int n, float* s) {
+    const int lo = std::clamp<i64>(u.begin[r] - c, 0, n), hi = std::clamp<i64>(u.end[r] - c, 0, n);
+    const float fade = soften(s, (T*)s, lo, hi, n, z.softcap, u.m[r], u.l[r]);
+    if (fade == 1) return;
+    float* o = u.o + r * z.dim_v;
+    for (int d = 0; d < z.dim_v; d += W) store(o + d, load(o + d) * fade);
+}
+// Rows first to last (excluded) of u through the tiles of a step, whose columns are c and the next ones
+template <class T>
+static void one_step(const Shape& z, Unit<T>& u, int first, int last, i64 c, const Tiles<T>& tiles, Prefetch& ahead) {
+    const int D = z.dim, DV = z.dim_v, cols = tiles.n, even = cols / 2 * 2;
+    T pair[2 * DIM];
+    const T *odd = pair, *p = (const T*)u.s;
+    if (even < cols) last_pair(tiles.v[even / COLUMNS] + even % COLUMNS * DV, DV, pair);
+    for (int r = first; r < last; r += RB)
+        by_count<RB>(last - r, [&](auto n) {
+            scores<n>(u.q + r * D, D, tiles.k, cols, z.scale, u.s, ahead);
+            for (int i = 0; i < n; i++) weigh_row(z, u, r + i, c, cols, u.s + i * STEP);
+            weigh_all<n>(p, tiles.v, even, u.o + r * DV, DV, ahead);
+            if (even < cols) weigh_all<n>(p + even, &odd, 2, u.o + r * DV, DV, ahead);
+        });
+}
+
+#ifdef TILES
+// The same on a matrix unit
+static void tiled_step(const Shape& z, Unit<bf16>& u, int first, int last, i64 c, const Tiles<bf16>& tiles, Prefetch& ahead) {
+    const int D = z.dim, DV = z.dim_v, cols = tiles.n, whole = cols / 32 * 32, even = cols / 2 * 2;
+    bf16 rest[32 * DIM];  // the last values, filled up with zeros
+    if (whole < cols) {
+        const bf16* v = tiles.v[whole / COLUMNS] + whole % COLUMNS * DV;
+        memcpy(rest, v, (even - whole) * DV * sizeof(bf16));
+        memset((void*)(rest + (even - whole) * DV), 0, (32 + whole - even) * DV * sizeof(bf16));
+        if (even < cols) last_pair(v + (even - whole) * DV, DV, rest + (even - whole) * DV);
+    }
+    const auto fetch = [&] {
+        for (int i = 0; i < 4; i++) ahead.some();
+    };
+    const Blocks<TR> blocks(last - first);
+    int shaped = 0;
+    for (int r = first; r < last; r += blocks.each) {
+        const int m = std::min<int>(blocks.each, last - r);
+        if (m != shaped) shape_block(shaped = m, D % 32);
+        for (int k = 0; k < cols; k += COLUMNS)
+            by_count<CV>((cols - k + W - 1) / W, [&](auto n) {
+                const auto keys = [&](i64 d) { return tiles.k[k / COLUMNS] + d * COLUMNS; };
+                tile_block<n>(u.q + r * D, D, D, keys, 4 * COLUMNS, u.s + k, STEP, false, fetch);
+            });
+        for (int i = 0; i < m; i++) {
+            float* s = u.s + i * STEP;
+            for (int j = 0; j < cols; j += W) store(s + j, load(s + j) * z.scale);
+            weigh_row(z, u, r + i, c, cols, s);
+            if ((cols + W - 1) / W % 2) store((bf16*)s + (cols + W - 1) / W * W, vf{});
+        }
+        for (int d = 0; d < DV; d += CV * W)
+            by_count<CV>((DV - d) / W, [&](auto n) {
+                const auto values = [&](i64 k) { return 2 * d + (k < whole ? tiles.v[k / COLUMNS] + k % COLUMNS * DV : rest); };
+                tile_block<n>((const bf16*)u.s, 2 * STEP, (cols + 31) / 32 * 32, values, 4 * DV, u.o + r * DV + d, DV, true,
+                              fetch);
+            });
+    }
+}
+#endif
+
 // Rows first to last (excluded) go through x; `next` is what the thread goes through then
 template <class T, class S>
 static void walk(const Shape& z, Unit<T>& u, int first, int last, const Stretch<S>& x, const Stretch<S>& next) {
-    const int D = z.dim, DV = z.dim_v;
-    T pair[2 * DIM];
-    const T* odd = pair;
     Tiles<S> now(z, x, x.from);
     Opened<T, S> opened;
     for (i64 c = x.from; c < x.to;) {
-        const int cols = now.n, even = cols / 2 * 2;
+        const int cols = now.n;
         const Tiles<S> soon = c + cols < x.to ? Tiles<S>(z, x, c + cols) : Tiles<S>(z, next, next.from);
         Prefetch ahead = soon.prefetch(z);
         const Tiles<T>& tiles = opened.of(z, now);
-        if (even < cols) last_pair(tiles.v[even / COLUMNS] + even % COLUMNS * DV, DV, pair);
-        for (int r = first; r < last; r += RB)
-            by_count<RB>(last - r, [&](auto n) {
-                const T* p = (const T*)u.s;
-                scores<n>(u.q + r * D, D, tiles.k, cols, z.scale, u.s, ahead);
-                for (int i = 0; i < n; i++) {
-                    const int lo = std::clamp<i64>(u.begin[r + i] - c, 0, cols), hi = std::clamp<i64>(u.end[r + i] - c, 0, cols);
-                    float* o = u.o + (r + i) * DV;
-                    const float fade =
-                        soften(u.s + i * STEP, (T*)(u.s + i * STEP), lo, hi, cols, z.softcap, u.m[r + i], u.l[r + i]);
-                    if (fade != 1)
-                        for (int d = 0; d < DV; d += W) store(o + d, load(o + d) * fade);
-                }
-                weigh_all<n>(p, tiles.v, even, u.o + r * DV, DV, ahead);
-                if (even < cols) weigh_all<n>(p + even, &odd, 2, u.o + r * DV, DV, ahead);
-            });
+        const auto step = [&](auto how) { how(z, u, first, last, c, tiles, ahead); };
+#ifdef TILES
+        if constexpr (std::is_same_v<T, bf16>)
+            ::tiles ? step(tiled_step) : step(one_step<T>);
+        else
+#endif
+            step(one_step<T>);
         ahead.rest();
         c += cols, now = soon;
     }
@@ -329,6 +387,7 @@ static void attend_stored(const Shape& z, const T* q, const S* K, const S* V, T*
     for (i64 c = 0; c < chunks; c++) {
         const i64 end = std::min(total, c * each + each);
         for (i64 u = c * each; u < end; u++) one_unit(all, q, out, u, all.first(u + 1 < end ? u + 1 : (c + threads) * each));
+        release_tiles();
     }
 }
 template <class T>
@@ -404,6 +463,7 @@ static void attend_whole(const Shape& shape, const T* q, const T* k, const T* v,
                 z.window ? std::min(size, last - 1 + z.window) : size);
         one_whole(z, q + t * z.q_token, out + t * z.heads * z.dim_v, size, first, last, h,
                   {K.get(), V.get(), table.data(), 0, 0});
+        release_tiles();
     }
 }
 }  // namespace shared

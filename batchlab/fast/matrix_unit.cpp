@@ -18,9 +18,14 @@ struct alignas(64) TileShapes {
     TileShapes(int m, int wide = 64) {  // of m rows, so many bytes of each
         const int first = std::min(m, TR), second = m - first, weights = wide / 4;
         const int of[] = {first, first, second, second, first, second, weights, weights};
-        for (int t = 0; t < 8; t++)
-            if (of[t]) rows[t] = of[t], bytes[t] = t == 4 || t == 5 ? wide : 64;
+        for (int t = 0; t < 8; t++) set(t, of[t], t == 4 || t == 5 ? wide : 64);
+    }
+    void set(int t, int n, int wide) {
+        if (n) rows[t] = n, bytes[t] = wide;
+    }
+    void use() const {
         asm volatile("" : : "r"(this) : "memory");  // it is read where the compiler does not see it
+        _tile_loadconfig(this);
     }
 };
 #endif
@@ -116,8 +121,7 @@ static void tile_panels(const T* x, const B* w, i64 M, i64 K, i64 first, i64 las
         const i64 at = q * blocks.each;
         const int m = std::min(blocks.each, M - at);
         if (m != shaped) {
-            const TileShapes shapes(shaped = m);
-            _tile_loadconfig(&shapes);
+            TileShapes(shaped = m).use();
         }
         for (i64 p = begin; p < end; p++) {
             const T* a = x + at * K;
@@ -135,6 +139,66 @@ static void tile_panels(const T* x, const B* w, i64 M, i64 K, i64 first, i64 las
         }
     }
     put_some(2 * TR);
+}
+#endif
+
+#ifdef TILES
+// Registers 0 to 3 hold sums of m rows, up to 16, and 4 times 16 columns; 4 and 6 what is multiplied; 5 and 7 the last 16 numbers
+// of a row whose length is an odd multiple of 16
+static void shape_block(int m, int rest) {
+    TileShapes shapes(m);
+    for (int t : {2, 3}) shapes.set(t, m, 64);
+    shapes.set(5, rest ? m : 0, 2 * rest), shapes.set(7, rest / 2, 64);
+    shapes.use();
+}
+#define EACH(DO)                   \
+    {                              \
+        DO(0)                      \
+        if constexpr (N > 1) DO(1) \
+        if constexpr (N > 2) DO(2) \
+        if constexpr (N > 3) DO(3) \
+    }
+#define BEGIN(t)                                 \
+    {                                            \
+        if (more)                                \
+            _tile_loadd(t, c + TR * t, 4 * ldc); \
+        else                                     \
+            _tile_zero(t);                       \
+    }
+#define ADD(t)                               \
+    {                                        \
+        _tile_loadd(6, w + 2 * TR * t, ldb); \
+        meanwhile();                         \
+        _tile_dpbf16ps(t, 4, 6);             \
+    }
+#define ADD_REST(t)                          \
+    {                                        \
+        _tile_loadd(7, w + 2 * TR * t, ldb); \
+        _tile_dpbf16ps(t, 5, 7);             \
+    }
+#define END(t)                                \
+    {                                         \
+        _tile_stored(t, c + TR * t, 4 * ldc); \
+    }
+// c = (with `more`, c +=) rows a of K numbers, times K rows of 16 N numbers: b(k) is where the k-th and the next are, in pairs;
+// the next pair of rows is ldb bytes behind. meanwhile() is called once for each kilobyte of them.
+template <int N, class B, class F>
+static inline void tile_block(const bf16* a, i64 lda, i64 K, B b, i64 ldb, float* c, i64 ldc, bool more, F meanwhile) {
+    asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
+    EACH(BEGIN)
+    i64 k = 0;
+    for (; k + 32 <= K; k += 32) {
+        const bf16* w = b(k);
+        _tile_loadd(4, a + k, 2 * lda);
+        EACH(ADD)
+    }
+    if (k < K) {
+        const bf16* w = b(k);
+        _tile_loadd(5, a + k, 2 * lda);
+        EACH(ADD_REST)
+    }
+    EACH(END)
+    asm volatile("" : : : "memory");
 }
 #endif
 
@@ -181,6 +245,11 @@ static auto storing(const bf16* bias, bf16* out, i64 N) {
     };
 }
 #endif
+static inline void release_tiles() {
+#ifdef TILES
+    if (tiles) _tile_release();
+#endif
+}
 extern "C" int has_tiles() {
 #ifdef TILES
     return tiles;

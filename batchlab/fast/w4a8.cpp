@@ -254,8 +254,7 @@ static void quads_tiles(const Rounded& x, const Panel& panel, const T* bias, T* 
         const i64 r = q * blocks.each;
         const int m = std::min(blocks.each, M - r), shape = m << 8 | f.group;
         if (shape != shaped) {
-            const TileShapes shapes(m, f.group);
-            _tile_loadconfig(&shapes);
+            TileShapes(m, f.group).use();
             shaped = shape;
         }
         vf s[2 * TR][NV];

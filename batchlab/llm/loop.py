@@ -432,8 +432,8 @@ class EngineTurns(EngineKinds):
         finally:
             self.seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
-            if self.llm.proposer is not None:
-                self.llm.proposer.timed(took)
+            if engine.scheduler.proposer is not None:
+                engine.scheduler.proposer.timed(took)
 
 # %% ../../nbs/2_core/loop.ipynb #fed549fd
 def probe(llm: LoadedModel) -> Backend:
