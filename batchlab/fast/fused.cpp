@@ -134,9 +134,11 @@ struct Clock {
         seconds[p % PARTS] += now - begin, begin = now;
     }
 };
-// Whether a layer's products take the way of `chain`: `rows` enough for all threads, and weights that stay in the third cache
+// Whether a layer's products take the way of `chain`: `rows` enough for all threads, weights that stay in the third cache, and no
+// matrix unit, which would wait for them
 template <class T>
 static bool chained(const Layer& l, const Linear& next, const Step& step, i64 rows, i64 threads) {
+    if (std::is_same_v<T, bf16> && has_tiles()) return false;
     i64 weights = 0;
     for (const Linear* p : {&l.out, &l.gate_up, &l.down, &next}) {
         if (p->kind != 1) return false;

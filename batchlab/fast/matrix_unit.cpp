@@ -227,14 +227,6 @@ static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F
     _tile_release();
 }
 }  // namespace shared
-namespace alone {
-template <class T, class B, class S, class F>
-static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F put) {
-    const i64 panels = (N + NR - 1) / NR;
-    tile_panels(x, w, M, K, 0, Blocks<2 * TR>(M).n, 0, panels, start, put, fetching(w, K, panels));
-    _tile_release();
-}
-}  // namespace alone
 static const float* no_sums(i64) {
     static const float zeros[NR] = {};
     return zeros;

@@ -265,12 +265,8 @@ static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N,
 }
 }  // namespace shared
 namespace alone {
-template <class T>  // by the thread that calls it
+template <class T>  // by the thread that calls it, on vectors
 static void product(const T* x, const T* w, const T* bias, T* out, i64 M, i64 N, i64 K, T* packed) {
-#ifdef TILES
-    if constexpr (std::is_same_v<T, bf16>)
-        if (tiles) return tile_product(x, w, M, N, K, no_sums, storing(bias, out, N));
-#endif
     const Blocks blocks(M);
     for (i64 q = 0; q < blocks.n; q++) pack_some(x, packed, blocks, q, M, K);
     for (i64 p = 0; p * NR < N; p++)
