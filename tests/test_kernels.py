@@ -274,16 +274,22 @@ ASKED = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asks", ASKED, ids=lambda a: "-".join(k for k in a if a[k] is not None))
 def test_a_row_has_the_same_bits_alone_and_in_chunks(kernels, dtype, asks):
-    cache, batch = cache_for(ROWS, 3, 64, 64, dtype)
-    q = drawn(batch.num_tokens, 9, 64, dtype=dtype)
-    together = attended(kernels, q, cache, batch, **asks)
-    for i, n in enumerate(batch.lengths):
-        cuts = [(0, n)] + [(j, min(7, n - j)) for j in range(0, n, 7)] + [(j, 1) for j in range(n)]
-        for a, m in cuts:
-            row = [([5] * m, batch.starts[i] + a)], [batch.block_table[i]]
-            at = slice(batch.cu_seqlens[i] + a, batch.cu_seqlens[i] + a + m)
-            got = attended(kernels, q[at], cache, pack_rows(*row, 64), **asks)
-            assert torch.equal(got, together[at])
+    for H, KV, D, Dv in ((9, 3, 64, 64), (6, 1, 80, 48)):
+        cache, batch = cache_for(ROWS, KV, D, Dv, dtype)
+        q = drawn(batch.num_tokens, H, D, dtype=dtype)
+        asked = asks | dict(sinks=None if asks["sinks"] is None else asks["sinks"][:H])
+        together = attended(kernels, q, cache, batch, **asked)
+        for i, n in enumerate(batch.lengths):
+            cuts = [
+                (0, n),
+                *((j, min(7, n - j)) for j in range(0, n, 7)),
+                *((j, 1) for j in range(n)),
+            ]
+            for a, m in cuts:
+                row = [([5] * m, batch.starts[i] + a)], [batch.block_table[i]]
+                at = slice(batch.cu_seqlens[i] + a, batch.cu_seqlens[i] + a + m)
+                got = attended(kernels, q[at], cache, pack_rows(*row, 64), **asked)
+                assert torch.equal(got, together[at])
 
 
 def copied(cache, batch):

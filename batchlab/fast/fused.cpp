@@ -134,8 +134,8 @@ struct Clock {
         seconds[p % PARTS] += now - begin, begin = now;
     }
 };
-// Whether a layer's products take the way of `chain`: `rows` enough for all threads, weights that stay in the third cache, and no
-// matrix unit, which would wait for them
+// Whether a layer's products take the way of `chain`: `rows` enough for all threads, weights that stay in the third cache and, in
+// bf16, no matrix unit, which would wait for them
 template <class T>
 static bool chained(const Layer& l, const Linear& next, const Step& step, i64 rows, i64 threads) {
     if (std::is_same_v<T, bf16> && has_tiles()) return false;

@@ -181,7 +181,7 @@ static void shape_block(int m, int rest) {
         _tile_stored(t, c + TR * t, 4 * ldc); \
     }
 // c = (with `more`, c +=) rows a of K numbers, times K rows of 16 N numbers: b(k) is where the k-th and the next are, in pairs;
-// the next pair of rows is ldb bytes behind. meanwhile() is called once for each kilobyte of them.
+// the next pair of rows is ldb bytes behind. meanwhile() is called for each whole kilobyte of them.
 template <int N, class B, class F>
 static inline void tile_block(const bf16* a, i64 lda, i64 K, B b, i64 ldb, float* c, i64 ldc, bool more, F meanwhile) {
     asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
