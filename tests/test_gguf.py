@@ -119,9 +119,8 @@ def test_the_kernels_read_blocks_as_torch_does(form, dtype):
     for at in (slice(None), slice(3, 40), torch.tensor([69, 0, 0]), slice(0, 0)):
         assert torch.equal(dequantize_blocks(kernels, weight, at), plain[at])
     groups = Groups(*weight.groups())
-    assert torch.equal(
-        pack_blocks([weight], kernels), pack_groups(groups, form_of(groups), kernels)
-    )
+    panels = pack_groups(groups, form_of(groups), kernels, dtype)
+    assert torch.equal(pack_blocks([weight], kernels, dtype), panels)
 
 
 def test_every_form_of_files_has_one_in_the_kernels():
@@ -129,7 +128,7 @@ def test_every_form_of_files_has_one_in_the_kernels():
         groups = Groups(*grouped(form, 32, 256, torch.float32).groups())
         found = form_of(groups)
         assert found is not None and found in FORMS
-        packed = pack_groups(groups, found, load_kernels())
+        packed = pack_groups(groups, found, load_kernels(), torch.float32)
         assert packed.shape == (1, 256 // found.group, found.nbytes)
 
 
@@ -360,12 +359,13 @@ def test_what_does_not_fit_is_refused():
     groups = Groups(*w.groups())
     assert form_of(groups._replace(scales=groups.scales[:, :2].repeat(1, 2))) is None
     assert form_of(groups._replace(scales=groups.scales.bfloat16())) is None
-    panels = pack_groups(groups, form_of(groups), kernels)
-    table = panel_table([(panels, form_of(groups).index)])
+    form = form_of(groups)
+    panels = pack_groups(groups, form, kernels, torch.float32)
+    table = panel_table([(panels, form.index)])
     with pytest.raises(TypeError, match="70 outputs have 3 panels"):
         grouped_product(kernels, torch.randn(2, 96), table, None, 70)
     with pytest.raises(TypeError, match="a kernel wants"):
-        pack_groups(groups._replace(scales=groups.scales.float()), form_of(groups), kernels)
+        pack_groups(groups._replace(scales=groups.scales.float()), form, kernels, torch.float32)
     with pytest.raises(TypeError, match="can't be written"):
         w.mul_(2)
     with pytest.raises(TypeError, match="can't be written"):

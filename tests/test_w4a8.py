@@ -81,9 +81,11 @@ def test_panels_are_packed_from_the_bytes_of_a_file(form, monkeypatch):
     names = "numbers", "scales", "offsets"
     joined = {k: [getattr(g, k) for g in groups if getattr(g, k) is not None] for k in names}
     all_of_it = groups[0]._replace(**{k: torch.cat(t) for k, t in joined.items() if t})
-    want = pack_groups(all_of_it, kind, kernels, kernel="pack_quads")
+    want = pack_groups(all_of_it, kind, kernels, torch.float32, kernel="pack_quads")
     assert torch.equal(want, quads_by_the_book(all_of_it, kind))
-    assert torch.equal(pack_blocks(weights, kernels, kernel="pack_quad_blocks"), want)
+    assert torch.equal(
+        pack_blocks(weights, kernels, torch.float32, kernel="pack_quad_blocks"), want
+    )
 
     def not_apart(*_):
         raise AssertionError("it was taken apart")

@@ -60,6 +60,19 @@ static inline void put_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
     if (f.group == 32) return put_group<32>(f.bits, o, x, q);
     f.group == 64 ? put_group<64>(f.bits, o, x, q) : put_group<128>(f.bits, o, x, q);
 }
+#ifdef TILES
+// As `put_row`, for a matrix unit: of each 32 numbers of 4 bits, the k-th of an output and the 8th, 16th and 24th behind it are
+// 16 bits, and the outputs lie one behind the other
+static inline void put_tile_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
+    if (f.bits == 8) return put_row(f, o, x, q);
+    for (i64 k = 0; k < f.group; k += 32, x += 32, q += 16 * NR) {
+        uint64_t eight[4];
+        memcpy(eight, x, 32);
+        const __m128i low = _mm_cvtsi64_si128(eight[0] | eight[1] << 4), high = _mm_cvtsi64_si128(eight[2] | eight[3] << 4);
+        _mm_storeu_si128((__m128i*)(q + 16 * o), _mm_unpacklo_epi8(low, high));
+    }
+}
+#endif
 typedef void (*Put)(const Form& f, i64 o, const int8_t* x, uint8_t* q);  // `put_row`, or what has another order
 
 // Whole numbers [N, K] and their scales and offsets or zero points [N, K / group] as panels; the last is filled up with zeros
@@ -83,6 +96,9 @@ static void panels_of_groups(const int8_t* numbers, const T* scales, const T* of
 }
 template <class T>
 static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
+#ifdef TILES
+    if (std::is_same_v<T, bf16> && tiles) return panels_of_groups<put_tile_row>(numbers, scales, offsets, to, N, K, FORMS[form]);
+#endif
     panels_of_groups<put_row>(numbers, scales, offsets, to, N, K, FORMS[form]);
 }
 EXPORT(pack_groups)
@@ -196,6 +212,9 @@ static void panels_of_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, 
 }
 template <class T>
 static void pack_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
+#ifdef TILES
+    if (std::is_same_v<T, bf16> && tiles) return panels_of_blocks<put_tile_row>(rows, to, changed, N, K, kind);
+#endif
     panels_of_blocks<put_row>(rows, to, changed, N, K, kind);
 }
 EXPORT(pack_blocks)
@@ -230,6 +249,7 @@ static void dequantize_blocks(const i64* rows, T* to, i64 N, i64 K, i64 kind) {
 EXPORT(dequantize_blocks)
 
 #ifdef __AVX512F__
+static inline vf load(const fp16* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline vf twice(const float* p) {  // p[0], p[0], p[1], p[1], ...
     const __m512i at = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     return (vf)_mm512_permutexvar_ps(at, _mm512_castps256_ps512(_mm256_loadu_ps(p)));
@@ -272,6 +292,7 @@ struct Expander {
             f.wide ? read_scales<float>(from, f, a, b) : read_scales<fp16>(from, f, a, b);
             from += f.scales();
         }
+        fetch_ahead(from, 16 * NR * BITS / 8);
         __m512i four[4];
         if (BITS == 4)
             for (int o = 0; o < 4; o++, from += 64) four[o] = _mm512_loadu_si512(from);
@@ -428,34 +449,188 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
 
 #ifdef TILES
 constexpr int LEAD = 64;  // numbers of each output that are expanded before the unit reads them
-template <int BITS>
-static void tiled_panel(const bf16* x, const uint8_t* from, const Form& f, const bf16* bias, bf16* out, i64 p, i64 M, i64 N,
-                        i64 K, i64 first, i64 last) {
+template <class E>
+static void tiled_panel(const bf16* x, E numbers, const bf16* bias, bf16* out, i64 p, i64 M, i64 N, i64 K, i64 first, i64 last) {
     static thread_local std::vector<bf16> own;
     bf16 *const room = lines_of(own, NR * K), *to = room;
-    Expander<BITS> numbers(from, f);
     const auto expand = [&](i64 end) {
-        numbers.to(std::min(end, K), [&](const vf(&v)[4]) { put_rows(to, v), to += 2 * NR; });
+        numbers.to(std::min(end, K), [&](const auto& v) { put_rows(to, v), to += 2 * NR; });
         asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
     };
     expand(LEAD);
     tile_panels(x, room - p * NR * K, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N),
                 [&](i64, i64 k) { expand(k + LEAD + 32); });
 }
+#endif
+
+#ifdef TILES
+// The numbers of a panel that `put_tile_row` filled, 32 of each output at a time: one output's behind another's
+struct RowExpander {
+    const uint8_t* from;
+    const Form& f;
+    vf numbers;
+    i64 k = 0, left = 0;              // numbers before, and of the group
+    alignas(64) bf16 tables[NR][16];  // what the 16 numbers of 4 bits stand for, by output
+    RowExpander(const uint8_t* from, const Form& f) : from(from), f(f) {
+        for (int i = 0; i < 16; i++) numbers[i] = i - f.zero;
+    }
+    template <class S>
+    inline void read_tables() {
+        alignas(64) float a[NR], b[NR];
+        for (int o = 0; o < NR; o += W) {
+            const vf scale = load((const S*)from + o), added = f.offsets ? load((const S*)from + NR + o) : all(-0.f);
+            store(a + o, scale), store(b + o, f.offsets == 2 ? added * -scale : added);  // (x - b) a = a x - b a
+        }
+        asm volatile("" : : : "memory");  // read from memory below: that takes no turn of a permutation
+        const auto line = [&](int o) { return (vf)_mm512_fmadd_ps(_mm512_set1_ps(a[o]), (__m512)numbers, _mm512_set1_ps(b[o])); };
+        for (int o = 0; o < NR; o += 2) _mm512_store_si512(tables[o], rounded(line(o), line(o + 1)));
+        from += f.scales(), left = f.group;
+    }
+    inline void next(bf16* to) {  // 32 numbers
+        const __m512i by = _mm512_inserti64x4(_mm512_set1_epi64(0), _mm256_set1_epi16(8), 1);
+        const __m512i shifts = _mm512_add_epi16(by, _mm512_maskz_set1_epi64(0xcc, 0x0004000400040004));
+        if (!left) f.wide ? read_tables<float>() : read_tables<fp16>();
+#pragma GCC unroll 4
+        for (int o = 0; o < NR; o++) {  // the lowest 5 bits of each lane choose: the fifth says nothing
+            const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)tables[o]));
+            const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(from + 16 * o)));
+            _mm512_store_si512(to + 32 * o, _mm512_permutexvar_epi16(_mm512_srlv_epi16(four, shifts), table));
+        }
+        fetch_ahead(from, 16 * NR);
+        k += 32, left -= 32, from += 16 * NR;
+        asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
+    }
+};
+static inline void put_rows(bf16* to, const __m512i (&v)[2]) {
+    _mm512_storeu_si512(to, v[0]), _mm512_storeu_si512(to + NR, v[1]);
+}
+// The same, as an `Expander` has them
+struct TurnedRows : RowExpander {
+    using RowExpander::RowExpander;
+    template <class F>
+    inline void to(i64 end, F put) {
+        alignas(64) __m512i x[NR];
+        while (k < end) {
+            next((bf16*)x);
+            turn(x), turn(x + W);
+            for (int i = 0; i < W; i++) {
+                const __m512i pairs[2] = {x[i], x[i + W]};
+                put(pairs);
+            }
+        }
+    }
+};
+#endif
+
+#ifdef TILES
+constexpr int LEFT = 128;  // for more rows weights are on the right
+// Of the eight registers 0 to 3 hold sums of two times 16 outputs and two times 16 rows, 4 and 5 rows in pairs, 6 and 7 outputs
+static void shape_rows(int m) {
+    TileShapes shapes(0);
+    const int first = std::min(m, TR), second = m - first;
+    for (int t : {0, 2, 4}) shapes.set(t, TR, 4 * first);
+    for (int t : {1, 3, 5}) shapes.set(t, second ? TR : 0, 4 * second);
+    shapes.use();
+}
+// sums[output][row]: a panel times m rows x, packed. next(k) is where 32 numbers of each output are, from the k-th on
+template <bool TWO, class F>
+static void sums_of_rows(F next, const bf16* x, int m, i64 K, float (*sums)[NR]) {
+    _tile_zero(0);
+    _tile_zero(2);
+    if (TWO) {
+        _tile_zero(1);
+        _tile_zero(3);
+    }
+    for (i64 k = 0; k < K; k += 32) {
+        const bf16* w = next(k);
+        _tile_loadd(4, x + k * m, 4 * m);
+        if (TWO) _tile_loadd(5, x + k * m + 2 * TR, 4 * m);
+        _tile_loadd(6, w, 64);
+        _tile_dpbf16ps(0, 6, 4);
+        if (TWO) {
+            _tile_dpbf16ps(1, 6, 5);
+        }
+        _tile_loadd(7, w + TR * 32, 64);
+        _tile_dpbf16ps(2, 7, 4);
+        if (TWO) {
+            _tile_dpbf16ps(3, 7, 5);
+        }
+    }
+    _tile_stored(0, sums[0], 4 * NR);
+    _tile_stored(2, sums[TR], 4 * NR);
+    if (TWO) {
+        _tile_stored(1, sums[0] + TR, 4 * NR);
+        _tile_stored(3, sums[TR] + TR, 4 * NR);
+    }
+}
+static void rows_panel(const bf16* x, const uint8_t* from, const Form& f, const bf16* bias, bf16* out, i64 p, i64 M, i64 N, i64 K,
+                       i64 first, i64 last) {
+    static thread_local std::vector<bf16> own;
+    alignas(64) float sums[2][NR][NR], turned[TR][NR];
+    const i64 kept = last - first > 1 ? K : 2 * LEAD;  // all numbers, or those that are expanded ahead
+    bf16* const room = lines_of(own, NR * kept);
+    RowExpander numbers(from, f);
+    const Blocks<2 * TR> blocks(M);
+    int shaped = 0, now = 0, done = 0, rows = 0;
+    i64 row = 0;  // the block before: its sums are put while the next one is computed
+    const auto put_some = [&] {
+        const int m = std::min(TR, rows - done);
+        if (!m) return;
+        pack_block([&](int o) { return (const uint32_t*)sums[!now][o] + done; }, (uint32_t*)turned[0], NR, m, NR);
+        storing(bias, out, N)(turned, m, row + done, p), done += m;
+    };
+    const auto expanded = [&](i64 k) {
+        while (numbers.k < std::min(k + LEAD, K)) numbers.next(room + numbers.k % kept * NR);
+        put_some();
+        return room + k % kept * NR;
+    };
+    for (i64 q = first; q < last; q++) {
+        const i64 at = q * blocks.each;
+        const int m = std::min(blocks.each, M - at);
+        if (m != shaped) shape_rows(shaped = m);
+        (m > TR ? sums_of_rows<true, decltype(expanded)> : sums_of_rows<false, decltype(expanded)>)(expanded, x + at * K, m, K,
+                                                                                                    sums[now]);
+        asm volatile("" : : : "memory");
+        while (done < rows) put_some();
+        now = !now, done = 0, rows = m, row = at;
+    }
+    while (done < rows) put_some();
+}
+#endif
+
+#ifdef TILES
 namespace shared {
-static void grouped_tiles(const bf16* x, const Panel* panels, const bf16* bias, bf16* out, i64 M, i64 N, i64 K) {
+// The pairs of numbers of the rows of each block, one row's beside the other's
+static const bf16* pack_pairs(const bf16* x, bf16* to, i64 M, i64 K) {
+    if (M == 1 || M > LEFT) return x;
+    constexpr i64 SOME = 256;
+    const Blocks<2 * TR> blocks(M);
+    const i64 parts = (K + SOME - 1) / SOME;
+#pragma omp for
+    for (i64 u = 0; u < blocks.n * parts; u++) {
+        const i64 r = u / parts * blocks.each, k = u % parts * SOME, m = std::min(blocks.each, M - r);
+        pack_block([=](int i) { return (const uint32_t*)(x + (r + i) * K + k); }, (uint32_t*)(to + r * K + k * m), m,
+                   std::min(SOME, K - k) / 2);
+    }
+    return to;
+}
+static void grouped_tiles(const bf16* x, const Panel* panels, const bf16* bias, bf16* out, i64 M, i64 N, i64 K, bf16* packed) {
     const i64 count = (N + NR - 1) / NR, blocks = Blocks<2 * TR>(M).n, threads = omp_get_num_threads();
     const i64 parts = std::clamp<i64>(4 * threads / count, 1, blocks);
+    const bf16* pairs = pack_pairs(x, packed, M, K);
 #pragma omp for
     for (i64 u = 0; u < count * parts; u++) {
         const i64 p = u / parts, first = blocks * (u % parts) / parts, last = blocks * (u % parts + 1) / parts;
         const auto [at, form] = panels[p];
         if (form < 0) {
             const auto* w = (const bf16*)at - p * NR * K;
-            tile_panels(x, w, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N), fetching(w, K, p + 2));
-        } else
-            (FORMS[form].bits == 4 ? tiled_panel<4> : tiled_panel<8>)(x, (const uint8_t*)at, FORMS[form], bias, out, p, M, N, K,
-                                                                      first, last);
+            tile_panels(x, w, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N), fetching(w, K));
+        } else if (const auto* from = (const uint8_t*)at; FORMS[form].bits == 8)
+            tiled_panel(x, Expander<8>(from, FORMS[form]), bias, out, p, M, N, K, first, last);
+        else if (M > LEFT)
+            tiled_panel(x, TurnedRows(from, FORMS[form]), bias, out, p, M, N, K, first, last);
+        else
+            rows_panel(pairs, from, FORMS[form], bias, out, p, M, N, K, first, last);
     }
     _tile_release();
 }
@@ -468,7 +643,7 @@ static void grouped_product(const T* x, const Panel* panels, const T* bias, T* o
     if (!M) return;
 #ifdef TILES
     if constexpr (std::is_same_v<T, bf16>)
-        if (tiles) return shared::grouped_tiles(x, panels, bias, out, M, N, K);
+        if (tiles) return shared::grouped_tiles(x, panels, bias, out, M, N, K, packed);
 #endif
     const RowBlocks blocks(M);
 #pragma omp for

@@ -98,11 +98,13 @@ def pack_groups(
     groups: Groups,
     form: Form,
     kernels: Kernels,
+    dtype: torch.dtype,
     empty: Callable[..., torch.Tensor] = torch.empty,
     kernel: str = "pack_groups",
 ) -> torch.Tensor:
     """`groups` of a weight `[N, K]` as panels of this `form`: uint8
-    `[ceil(N / 32), K / size of a group, form.nbytes]`. `empty` makes what they are put into;
+    `[ceil(N / 32), K / size of a group, form.nbytes]`. `dtype`: of the
+    rows that they will be multiplied by. `empty` makes what they are put into;
     `kernel`: which of the C++ puts them there, in the order that a product wants."""
     (N, K), scale = groups.numbers.shape, form.scale
     n, types = N * K // form.group, (torch.int8, scale, scale)
@@ -113,8 +115,7 @@ def pack_groups(
         None if t is None else address(t, d, size) for t, d, size in zip(kept, types, (N * K, n, n))
     ]
     panels = empty((-(-N // 32), K // form.group, form.nbytes), dtype=torch.uint8)
-    # the numbers are the same for both dtypes
-    kernels.calls[kernel, torch.float32](*parts, panels.data_ptr(), N, K, form.index)
+    kernels.calls[kernel, dtype](*parts, panels.data_ptr(), N, K, form.index)
     return panels
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #four0b10
@@ -137,6 +138,7 @@ def _block_rows(weights: Sequence[Any], at: slice | torch.Tensor = slice(None)) 
 def pack_blocks(
     weights: Sequence[Any],
     kernels: Kernels,
+    dtype: torch.dtype,
     empty: Callable[..., torch.Tensor] = torch.empty,
     kept: KeptPanels | None = None,
     kernel: str = "pack_blocks",
@@ -149,8 +151,7 @@ def pack_blocks(
     found, changed = kept and kept.take(shape), torch.zeros(1, dtype=torch.int64)
     panels = empty(shape, dtype=torch.uint8) if found is None else found
     at = rows.data_ptr(), panels.data_ptr(), None if found is None else changed.data_ptr()
-    # the same for both dtypes
-    kernels.calls[kernel, torch.float32](*at, len(rows), K, kind)
+    kernels.calls[kernel, dtype](*at, len(rows), K, kind)
     if kept is not None:
         kept.note(panels, len(panels) if found is None else int(changed))
     return panels
@@ -281,9 +282,13 @@ class GroupedLinear(nn.Module):
         names, (of_groups, of_blocks) = {getattr(w, "form", None) for w in weights}, self.packers
         if len(names) == 1 and names <= BLOCKS.keys():
             _, form = BLOCKS[names.pop()]
-            return pack_blocks(weights, self.kernels, empty, kept, of_blocks), form.index
+            return pack_blocks(
+                weights, self.kernels, weights[0].dtype, empty, kept, of_blocks
+            ), form.index
         if found := groups_of(weights, self.largest):
-            return pack_groups(*found, self.kernels, empty, of_groups), found[1].index
+            return pack_groups(*found, self.kernels, weights[0].dtype, empty, of_groups), found[
+                1
+            ].index
         plain = [plain_weight(w) for w in weights]
         return self._pack_plain([w if w.stride(-1) == 1 else w.contiguous() for w in plain], empty)
 
@@ -330,9 +335,9 @@ def groups_right(kernels: Kernels) -> Iterator[bool]:
         groups = Groups(
             numbers, scales, added[form.offsets], form.bits, zeros if form.offsets == 2 else None
         )
-        packed = pack_groups(groups, form, kernels)
-        panels = panel_table([(packed, form.index)])
         for dtype in DTYPES:
+            packed = pack_groups(groups, form, kernels, dtype)
+            panels = panel_table([(packed, form.index)])
             weight = kernels.pack_weight(groups.plain(dtype))
             x = torch.randn(70, K, generator=gen).to(dtype)
             for rows in (x[:0], x[:1], x[:8], x):

@@ -93,6 +93,7 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
     }
     for (int k = 0, due = 0; k < steps; k++) {
         for (due += lines; due >= steps; due -= steps, soon += 64) __builtin_prefetch(soon, 0, 2);
+        if (M <= FEW && !soon) fetch_ahead(b + k * NR * 4, NR * 4);
         vi x[NV];
         for (int j = 0; j < NV; j++) memcpy(&x[j], b + (k * NR + j * W) * 4, sizeof(vi));
         for (int i = 0; i < M; i++) {

@@ -204,11 +204,8 @@ static inline void tile_block(const bf16* a, i64 lda, i64 K, B b, i64 ldb, float
 
 #ifdef TILES
 template <class B>
-static auto fetching(const B* w, i64 K, i64 end) {  // the next panel, up to `end`
-    return [=](i64 p, i64 k) {
-        for (int i = 0; p + 1 < end && i < 2 * TR * 64; i += 64)
-            __builtin_prefetch((const char*)(w + ((p + 1) * K + k) * NR) + i, 0, 2);
-    };
+static auto fetching(const B* w, i64 K) {  // what comes behind number k of panel p
+    return [=](i64 p, i64 k) { fetch_ahead(w + (p * K + k) * NR, 2 * TR * 64); };
 }
 namespace shared {
 template <class T, class B, class S, class F>
@@ -222,7 +219,7 @@ static void tile_product(const T* x, const B* w, i64 M, i64 N, i64 K, S start, F
     for (i64 u = 0; u < groups * parts; u++) {
         const i64 g = u / parts, i = u % parts;
         const i64 begin = panels * g / groups, end = panels * (g + 1) / groups;
-        tile_panels(x, w, M, K, blocks * i / parts, blocks * (i + 1) / parts, begin, end, start, put, fetching(w, K, end));
+        tile_panels(x, w, M, K, blocks * i / parts, blocks * (i + 1) / parts, begin, end, start, put, fetching(w, K));
     }
     _tile_release();
 }

@@ -111,7 +111,11 @@ static inline float most(vf v) {
     return larger<1>(larger<2>(larger<4>(v)))[0];
 }
 
-constexpr int NR = 32, NV = NR / W, MR = W == 16 ? 12 : 3, AHEAD = 8;  // AHEAD: so many blocks of rows fetch the next panel
+// AHEAD: so many blocks of rows fetch the next panel; FEW: for so many rows weights are fetched just before they are read
+constexpr int NR = 32, NV = NR / W, MR = W == 16 ? 12 : 3, AHEAD = 8, FEW = 4;
+static inline void fetch_ahead(const void* p, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + 4096 + i);
+}
 // s[M][V * W] += a[M][2] b[2][V * W]. A row of a lies lda behind the one before. In bf16 the two numbers of a row lie together,
 // and the rows of b in pairs; in fp32 the second one lies lda2 behind the first, and the rows of b lie ld apart.
 template <int M, int V>
@@ -159,15 +163,39 @@ static inline v4 shuffled(v4 a, v4 b) {  // of the eight numbers of a and b thes
     const auto at = [=](int i) { return i < 4 ? a[i] : b[i - 4]; };
     return v4{at(A), at(B), at(C), at(D)};
 }
+#ifdef __AVX512F__
+static inline void turn(__m512i* x) {  // number j of x[i], of 16, becomes number i of x[j]
+    for (int s = 1; s < W; s *= 2) {
+        const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, other = lane ^ s;
+        const __m512i low = (__m512i)((lane & s) == 0 ? lane : W + other), high = (__m512i)((lane & s) == 0 ? other : W + lane);
+        for (int i = 0; i < W; i++)
+            if (!(i & s)) {
+                const __m512i a = x[i], b = x[i + s];
+                x[i] = _mm512_permutex2var_epi32(a, low, b), x[i + s] = _mm512_permutex2var_epi32(a, high, b);
+            }
+    }
+}
+#endif
 // 4 bytes of each of m rows, then the next 4 of each, behind them or ld times 4 bytes behind the first: row(i) is where the i-th
 // begins, n times 4 bytes long
 template <class F>
 static inline void pack_block(F row, uint32_t* to, int m, i64 n, i64 ld = 0) {
     if (!ld) ld = m;
+    int turned = 0;
+#ifdef __AVX512F__
+    if (n % W == 0)
+        for (; turned + W <= m; turned += W)  // 16 by 16, transposed
+            for (i64 k = 0; k < n; k += W) {
+                __m512i x[W];
+                for (int j = 0; j < W; j++) x[j] = _mm512_loadu_si512(row(turned + j) + k);
+                turn(x);
+                for (int j = 0; j < W; j++) _mm512_storeu_si512(to + (k + j) * ld + turned, x[j]);
+            }
+#endif
     const int i = m / 4 * 4;
     const i64 whole = n / 4 * 4;
     for (i64 k = 0; k < whole; k += 4)
-        for (int i = 0; i + 4 <= m; i += 4) {  // four by four, transposed
+        for (int i = turned; i + 4 <= m; i += 4) {  // four by four
             v4 x[4];
             for (int j = 0; j < 4; j++) memcpy(&x[j], row(i + j) + k, 16);
             const v4 p = shuffled<0, 4, 1, 5>(x[0], x[1]), q = shuffled<2, 6, 3, 7>(x[0], x[1]);
@@ -176,7 +204,7 @@ static inline void pack_block(F row, uint32_t* to, int m, i64 n, i64 ld = 0) {
                              shuffled<2, 3, 6, 7>(q, s)};
             for (int j = 0; j < 4; j++) memcpy(to + (k + j) * ld + i, &y[j], 16);
         }
-    for (int j = 0; j < m; j++)
+    for (int j = turned; j < m; j++)
         for (i64 k = j < i ? whole : 0; k < n; k++) to[k * ld + j] = row(j)[k];
 }
 
@@ -202,6 +230,7 @@ static void block(const T* a, const T* b, const T* bias, int K, O* c, i64 ldc, i
     vf s[M][NV] = {};
     for (int k = 0, due = 0; k < K / 2; k++, a += 2 * M, b += 2 * NR) {
         for (due += lines; due >= K / 2; due -= K / 2, soon += 64) __builtin_prefetch(soon, 0, 2);
+        if (M <= FEW && !soon) fetch_ahead(b, 2 * NR * sizeof(T));
         multiply(a, 4 / sizeof(T), b, NR, s, M);
     }
     if (n == NR) {  // the compiler keeps the sums in registers only if nothing depends on n
@@ -219,15 +248,16 @@ static void block(const T* a, const T* b, const T* bias, int K, O* c, i64 ldc, i
 }
 
 // For blocks first to last (excluded) of `rows` packed rows, of which row `from` is the first, and a panel b, the p-th:
-// call(rows of a block, its first row, panel, its weights, where its part of the next panel begins, lines of 64 bytes in that)
+// call(rows of a block, its first row, panel, its weights, where its part of the next panel begins, lines of 64 bytes in that);
+// a few rows fetch their own panel instead
 template <class T, class F>
 static inline void one_panel(const T* b, i64 p, i64 from, i64 rows, i64 first, i64 last, i64 K, F call) {
     const Blocks blocks(rows);
-    const int fetching = rows > 4 ? std::min<i64>(last - first, AHEAD) : 0, total = NR * K * sizeof(T) / 64;
+    const int fetching = rows > FEW ? std::min<i64>(last - first, AHEAD) : 0, total = NR * K * sizeof(T) / 64;
     const int share = fetching ? (total + fetching - 1) / fetching : 0;
     for (i64 q = first; q < last; q++) {
         const i64 at = q * blocks.each;
-        const char* soon = (const char*)(b + NR * K) + (q - first) * share * 64;
+        const char* soon = fetching ? (const char*)(b + NR * K) + (q - first) * share * 64 : nullptr;
         by_count<MR>(std::min(blocks.each, rows - at),
                      [&](auto m) { call(m, from + at, p, b, soon, q - first < fetching ? share : 0); });
     }

@@ -96,7 +96,7 @@ static inline vi add_quads(vi s, vi w, int32_t x) {
 static inline vf some_scales(const uint8_t* from, const Form& f, i64 i) {  // W of them, from the i-th on
     if (f.wide) return load((const float*)from + i);
 #ifdef __AVX512F__
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)((const fp16*)from + i)));
+    return load((const fp16*)from + i);
 #else
     vf v;
     for (int j = 0; j < W; j++) v[j] = one((const fp16*)from + i + j);
@@ -115,6 +115,7 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
     i64 due = 0;
     for (i64 g = 0; g < n; g++, sums += M) {
         for (due += lines; due >= n; due -= n, soon += 64) __builtin_prefetch(soon, 0, 2);
+        if (M <= FEW && !soon) fetch_ahead(from, f.bytes());
         vi t[M][NV];
         for (int i = 0; i < M; i++)
             for (int j = 0; j < NV; j++) t[i][j] = BITS == 8 ? sums[i] * 16 - vi{} : f.zero ? sums[i] - vi{} : vi{};
@@ -275,8 +276,8 @@ static void quads_panel(const Rounded& x, const Panel& panel, const T* bias, T* 
     const Form& f = FORMS[panel.form];
     const auto* from = (const uint8_t*)panel.at;
     const i64 total = K / f.group * f.bytes() / 64;
-    const i64 lines = M > 4 ? total / (last - first) : 0;  // a few rows leave the memory no time
-    const char* soon = (const char*)from + 64 * total;     // the next panel
+    const i64 lines = M > FEW ? total / (last - first) : 0;
+    const char* soon = lines ? (const char*)from + 64 * total : nullptr;  // the next panel
     for (i64 q = first; q < last; q++, soon += 64 * lines) {
         const i64 r = q * blocks.each;
         by_count<QR>(std::min(blocks.each, M - r), [&](auto m) {

@@ -83,7 +83,8 @@ class W4A8Linear(GroupedLinear):
         groups = quantize_groups(*weights, kernels=self.kernels, bits=self.bits)
         if (form := form_of(groups)) is None:
             raise Unavailable("its weights have a form that the kernels do not know")
-        return pack_groups(groups, form, self.kernels, empty, self.packers[0]), form.index
+        packed = pack_groups(groups, form, self.kernels, weights[0].dtype, empty, self.packers[0])
+        return packed, form.index
 
 
 class W4A8Head(W4A8Linear):
@@ -104,7 +105,7 @@ def _blocks_right(kernels: Kernels) -> Iterator[bool]:
         weight = SimpleNamespace(
             raw=raw, form=name, order=None, shape=(40, 256), dtype=torch.float32
         )
-        packed = pack_blocks([weight], kernels, kernel="pack_quad_blocks")
+        packed = pack_blocks([weight], kernels, weight.dtype, kernel="pack_quad_blocks")
         panels = panel_table([(packed, BLOCKS[name][1].index)])
         got = grouped_product(kernels, x, panels, None, 40, "quads_product").T / 127
         want = dequantize_blocks(kernels, weight, slice(None))
@@ -124,7 +125,7 @@ def quads_right(kernels: Kernels) -> Iterator[bool]:
         added = None, offsets.to(form.scale), None
         less = zeros if form.offsets == 2 else None
         groups = Groups(numbers, scales.to(form.scale), added[form.offsets], form.bits, less)
-        packed = pack_groups(groups, form, kernels, kernel="pack_quads")
+        packed = pack_groups(groups, form, kernels, torch.float32, kernel="pack_quads")
         panels = panel_table([(packed, form.index)])
         x = torch.randint(-127, 128, (29, 96), generator=gen).float()
         x[:, ::32] = 127  # scales of 1
