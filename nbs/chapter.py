@@ -6,6 +6,7 @@ since two processes that each take all cores slow each other down many times ove
 import ctypes, functools, gc, logging, os, platform, sys
 
 last: dict = {}  # the names of the chapter before, in this process
+environment: dict = {}  # as the first chapter found it: what one sets is not for the next
 
 
 def begin(names: dict) -> None:
@@ -16,6 +17,10 @@ def begin(names: dict) -> None:
     if not os.environ.get("IN_TEST"):
         return  # which nbdev_test sets
     global last
+    environment.update({} if environment else os.environ)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     last.get("_oh", {}).clear()  # what its cells displayed
     last.clear()
     last = names
@@ -87,13 +92,15 @@ def cpp_cells(before="", flags=()):
 
 
 def run_cpp(source: str, name: str, *args):
-    "Compile C++ `source` and call what it exports by `EXPORT(name)`, in fp32, with tensors, structs and numbers."
+    """Compile C++ `source` and call what it exports by `EXPORT(name)`, in fp32, with tensors, structs and numbers. It runs once, so
+    it is optimised a little less, which compiles in half the time and leaves the bits as they are."""
     import torch
-    from batchlab.fast.native import build, signatures
+    from unittest import mock
+    from batchlab.fast import native
 
-    call = ctypes.CFUNCTYPE(None, *signatures(source)[name]).in_dll(
-        ctypes.CDLL(str(build(source))), f"{name}_fp32"
-    )
+    with mock.patch.object(native, "FLAGS", (*native.FLAGS, "-O2")):
+        library = ctypes.CDLL(str(native.build(source)))
+    call = ctypes.CFUNCTYPE(None, *native.signatures(source)[name]).in_dll(library, f"{name}_fp32")
     call(
         *(
             x.data_ptr()

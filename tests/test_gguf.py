@@ -75,7 +75,7 @@ def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
         mine = GroupedLinear(linear_of(weight, bias), kernels=kernels)
         plain = PackedLinear(linear_of(weight.dequantize(), bias), kernels=kernels)
         assert mine.weights[0][1] >= 0 and (n < 96 or mine.nbytes < plain.nbytes)
-        for rows in (0, 1, 2, 4, 8, 11, 12, 13, 23, 64, 130):
+        for rows in (0, 1, 2, 4, 8, 11, 12, 13, 16, 17, 23, 32, 33, 64, 65, 128, 129, 300):
             x = torch.randn(rows, K, generator=gen).to(dtype)
             assert torch.equal(mine(x), plain(x)), (n, K, rows)
 
@@ -366,6 +366,9 @@ def test_what_does_not_fit_is_refused():
         grouped_product(kernels, torch.randn(2, 96), table, None, 70)
     with pytest.raises(TypeError, match="a kernel wants"):
         pack_groups(groups._replace(scales=groups.scales.float()), form, kernels, torch.float32)
+    layer = GroupedLinear(linear_of(w), kernels=kernels)
+    with pytest.raises(TypeError, match="packed for torch.float32"):
+        layer(torch.randn(2, 96).bfloat16())
     with pytest.raises(TypeError, match="can't be written"):
         w.mul_(2)
     with pytest.raises(TypeError, match="can't be written"):

@@ -104,6 +104,7 @@ def test_other_files_and_other_kernels_have_other_places(folder, file, tmp_path,
     assert len({first, P.place_of(other)}) == 2
     other.write_bytes(b"GGUF")
     assert P.place_of(other) == first
+    assert P.place_of(file, "another dtype") != first
     monkeypatch.setattr(P, "SOURCE", P.SOURCE + " ")
     assert P.place_of(file) != first
 

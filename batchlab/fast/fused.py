@@ -521,7 +521,7 @@ def fuse(
     if probe is None and head_of(model) is None:
         probe = StateProbe(model, probe_rows(model))
     packs = linear is pack_linears and in_blocks(model)
-    kept = panels_of(model) if packs else None
+    kept = panels_of(model, kernels) if packs else None
     packed = partial(linear, kept=kept) if packs else PlainLinear
     with attention_override(model), quick_rows(model, kernels):
         try:

@@ -62,7 +62,7 @@ static inline void put_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
 }
 #ifdef TILES
 // As `put_row`, for a matrix unit: of each 32 numbers of 4 bits, the k-th of an output and the 8th, 16th and 24th behind it are
-// 16 bits, and the outputs lie one behind the other
+// 16 bits, and the outputs' 16 bytes lie one behind the other
 static inline void put_tile_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
     if (f.bits == 8) return put_row(f, o, x, q);
     for (i64 k = 0; k < f.group; k += 32, x += 32, q += 16 * NR) {
@@ -192,6 +192,7 @@ static void pack_panel(const i64* rows, uint8_t* to, i64 count, i64 K, i64 kind)
             }
         }
 }
+
 // rows: where each of N rows of K weights in blocks of this kind lies; `to`: panels, of which the last is filled up with zeros.
 // With `changed` only those are written that are others than what is there, and counted
 template <Put PUT>
@@ -289,6 +290,7 @@ struct Expander {
     template <class F>
     inline void some(F put) {
         if (k % f.group == 0) {
+            fetch_ahead(from, f.scales());
             f.wide ? read_scales<float>(from, f, a, b) : read_scales<fp16>(from, f, a, b);
             from += f.scales();
         }
@@ -491,12 +493,13 @@ struct RowExpander {
         const __m512i shifts = _mm512_add_epi16(by, _mm512_maskz_set1_epi64(0xcc, 0x0004000400040004));
         if (!left) f.wide ? read_tables<float>() : read_tables<fp16>();
 #pragma GCC unroll 4
-        for (int o = 0; o < NR; o++) {  // the lowest 5 bits of each lane choose: the fifth says nothing
+        for (int o = 0; o < NR;
+             o++) {  // the lowest 5 bits of each lane choose: the table is there twice, so the fifth says nothing
             const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)tables[o]));
             const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(from + 16 * o)));
             _mm512_store_si512(to + 32 * o, _mm512_permutexvar_epi16(_mm512_srlv_epi16(four, shifts), table));
         }
-        fetch_ahead(from, 16 * NR);
+        fetch_ahead(from, 16 * NR + f.scales());
         k += 32, left -= 32, from += 16 * NR;
         asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
     }
@@ -523,7 +526,7 @@ struct TurnedRows : RowExpander {
 #endif
 
 #ifdef TILES
-constexpr int LEFT = 128;  // for more rows weights are on the right
+constexpr int MOST_LEFT = 128;  // so many rows are multiplied with the weights on the left
 // Of the eight registers 0 to 3 hold sums of two times 16 outputs and two times 16 rows, 4 and 5 rows in pairs, 6 and 7 outputs
 static void shape_rows(int m) {
     TileShapes shapes(0);
@@ -563,12 +566,15 @@ static void sums_of_rows(F next, const bf16* x, int m, i64 K, float (*sums)[NR])
         _tile_stored(3, sums[TR] + TR, 4 * NR);
     }
 }
+#endif
+
+#ifdef TILES
 static void rows_panel(const bf16* x, const uint8_t* from, const Form& f, const bf16* bias, bf16* out, i64 p, i64 M, i64 N, i64 K,
                        i64 first, i64 last) {
     static thread_local std::vector<bf16> own;
     alignas(64) float sums[2][NR][NR], turned[TR][NR];
     const i64 kept = last - first > 1 ? K : 2 * LEAD;  // all numbers, or those that are expanded ahead
-    bf16* const room = lines_of(own, NR * kept);
+    bf16* const room = lines_of(own, NR * K);
     RowExpander numbers(from, f);
     const Blocks<2 * TR> blocks(M);
     int shaped = 0, now = 0, done = 0, rows = 0;
@@ -602,7 +608,7 @@ static void rows_panel(const bf16* x, const uint8_t* from, const Form& f, const 
 namespace shared {
 // The pairs of numbers of the rows of each block, one row's beside the other's
 static const bf16* pack_pairs(const bf16* x, bf16* to, i64 M, i64 K) {
-    if (M == 1 || M > LEFT) return x;
+    if (M == 1) return x;
     constexpr i64 SOME = 256;
     const Blocks<2 * TR> blocks(M);
     const i64 parts = (K + SOME - 1) / SOME;
@@ -617,7 +623,8 @@ static const bf16* pack_pairs(const bf16* x, bf16* to, i64 M, i64 K) {
 static void grouped_tiles(const bf16* x, const Panel* panels, const bf16* bias, bf16* out, i64 M, i64 N, i64 K, bf16* packed) {
     const i64 count = (N + NR - 1) / NR, blocks = Blocks<2 * TR>(M).n, threads = omp_get_num_threads();
     const i64 parts = std::clamp<i64>(4 * threads / count, 1, blocks);
-    const bf16* pairs = pack_pairs(x, packed, M, K);
+    const auto left = [&](const Panel& z) { return z.form >= 0 && FORMS[z.form].bits == 4 && M <= MOST_LEFT; };
+    const bf16* pairs = std::any_of(panels, panels + count, left) ? pack_pairs(x, packed, M, K) : x;
 #pragma omp for
     for (i64 u = 0; u < count * parts; u++) {
         const i64 p = u / parts, first = blocks * (u % parts) / parts, last = blocks * (u % parts + 1) / parts;
@@ -627,7 +634,7 @@ static void grouped_tiles(const bf16* x, const Panel* panels, const bf16* bias, 
             tile_panels(x, w, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N), fetching(w, K));
         } else if (const auto* from = (const uint8_t*)at; FORMS[form].bits == 8)
             tiled_panel(x, Expander<8>(from, FORMS[form]), bias, out, p, M, N, K, first, last);
-        else if (M > LEFT)
+        else if (M > MOST_LEFT)
             tiled_panel(x, TurnedRows(from, FORMS[form]), bias, out, p, M, N, K, first, last);
         else
             rows_panel(pairs, from, FORMS[form], bias, out, p, M, N, K, first, last);

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMS', 'BLOCKS', 'Groups', 'Form', 'form_of', 'in_form', 'pack_groups', 'pack_blocks', 'dequantize_blocks',
-           'in_blocks', 'panels_of', 'quick_rows', 'Panel', 'panel_table', 'grouped_product', 'groups_of',
-           'GroupedLinear', 'pack_linears', 'groups_right']
+           'in_blocks', 'panels_of', 'quick_rows', 'Panel', 'panel_table', 'grouped_product', 'groups_of', 'with_rows',
+           'of_dtype', 'parts_of', 'GroupedLinear', 'pack_linears', 'groups_right']
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #8f562811
 import contextlib, ctypes, functools, re
@@ -174,12 +174,14 @@ def in_blocks(model: nn.Module) -> bool:
     return found[True] > 10 * found[False]
 
 
-def panels_of(model: nn.Module) -> KeptPanels | None:
-    "The panels that are kept of the file that `model` is from, if its weights are in blocks."
+def panels_of(model: nn.Module, kernels: Kernels) -> KeptPanels | None:
+    """The panels that are kept for `kernels` of the file that `model` is from, if its weights are in
+    blocks."""
     kept = [p for p in model.parameters() if getattr(p, "form", None) in BLOCKS]
     files = {getattr(p, "file", None) for p in kept}
     file = files.pop() if len(files) == 1 else None
-    return None if file is None else KeptPanels(file)
+    order = f"{kept[0].dtype}, tiles: {kernels.tiles}" if kept else ""
+    return None if file is None else KeptPanels(file, order)
 
 
 @contextlib.contextmanager
@@ -243,6 +245,24 @@ def groups_of(weights: list[Any], largest: int = 128) -> tuple[Groups, Form] | N
     less = torch.cat(zeros) if form.offsets == 2 else None
     return Groups(torch.cat(numbers), torch.cat(scales), added, form.bits, less), form
 
+
+def with_rows(weight: torch.Tensor) -> torch.Tensor:
+    "`weight` `[N, K]`, in memory row by row."
+    return weight if weight.stride(-1) == 1 else weight.contiguous()
+
+
+def of_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    "Rows `x`. Raises `TypeError` if weights are packed for another `dtype`; None is any."
+    if dtype not in (None, x.dtype):
+        raise TypeError(f"rows of {x.dtype}, and the weights are packed for {dtype}")
+    return x
+
+
+def parts_of(linears: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
+    "The weights of `linears`, packed apart if their outputs fill whole panels, else as one."
+    weights = [l.weight for l in linears]
+    return [[w] for w in weights] if all(len(w) % 32 == 0 for w in weights[:-1]) else [weights]
+
 # %% ../../nbs/4_fast/23_four_bits.ipynb #four0002
 class GroupedLinear(nn.Module):
     """The outputs of one or several linear layers of the same input, side by side, with weights
@@ -250,11 +270,10 @@ class GroupedLinear(nn.Module):
     `PackedLinear` of the same weights in the model's dtype.
 
     A layer whose weight is no `Groups`, or whose outputs don't fill whole panels beside others of
-    another form, has panels of the dtype. `sizes`: the outputs of each layer; `nbytes`: of
-    panels."""
+    another form, has panels of the dtype. `sizes`: the outputs of each layer; `nbytes`: of panels."""
 
     invariant = True
-    kind, kernel = 4, "grouped_product"  # of the C++
+    kind, kernel, by_dtype = 4, "grouped_product", True  # of the C++; do panels depend on a dtype?
     packers, largest = ("pack_groups", "pack_blocks"), 128  # which of the C++; numbers of a group
 
     def __init__(
@@ -267,11 +286,9 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.sizes, self.kernels = [l.out_features for l in linears], kernels
         self.n, self.in_features = sum(self.sizes), linears[0].in_features
-        whole = all(n % 32 == 0 for n in self.sizes[:-1])
-        weights = [l.weight for l in linears]
-        parts = [[w] for w in weights] if whole else [weights]
-        self.weights = [self._pack(part, empty, kept) for part in parts]
+        self.weights = [self._pack(part, empty, kept) for part in parts_of(linears)]
         self.panels = panel_table(self.weights)
+        self.dtype = linears[0].weight.dtype if self.by_dtype else None
         self.bias = join_biases(*linears)
         self.nbytes = sum(w.nbytes for w, _ in self.weights)
 
@@ -280,17 +297,13 @@ class GroupedLinear(nn.Module):
     ) -> tuple[torch.Tensor, int]:
         "The panels of `weights`, and the index of their form."
         names, (of_groups, of_blocks) = {getattr(w, "form", None) for w in weights}, self.packers
+        dtype = weights[0].dtype
         if len(names) == 1 and names <= BLOCKS.keys():
             _, form = BLOCKS[names.pop()]
-            return pack_blocks(
-                weights, self.kernels, weights[0].dtype, empty, kept, of_blocks
-            ), form.index
+            return pack_blocks(weights, self.kernels, dtype, empty, kept, of_blocks), form.index
         if found := groups_of(weights, self.largest):
-            return pack_groups(*found, self.kernels, weights[0].dtype, empty, of_groups), found[
-                1
-            ].index
-        plain = [plain_weight(w) for w in weights]
-        return self._pack_plain([w if w.stride(-1) == 1 else w.contiguous() for w in plain], empty)
+            return pack_groups(*found, self.kernels, dtype, empty, of_groups), found[1].index
+        return self._pack_plain([with_rows(plain_weight(w)) for w in weights], empty)
 
     def _pack_plain(self, weights: list[torch.Tensor], empty: Any) -> tuple[torch.Tensor, int]:
         "As `_pack`, for `weights` that are plain numbers."
@@ -303,7 +316,7 @@ class GroupedLinear(nn.Module):
         return Linear(at, address_of(self.bias), kind=self.kind, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features).contiguous()
+        rows = of_dtype(x, self.dtype).reshape(-1, self.in_features).contiguous()
         out = grouped_product(self.kernels, rows, self.panels, self.bias, self.n, self.kernel)
         return out.view(*x.shape[:-1], self.n)
 
@@ -327,7 +340,7 @@ def groups_right(kernels: Kernels) -> Iterator[bool]:
     for form in FORMS:
         low = 0 if form.offsets and form.bits == 4 else -(2 ** (form.bits - 1))
         whole = lambda *shape: torch.randint(low, low + 2**form.bits, shape, generator=gen)
-        K = max(96, 2 * form.group)
+        K = -(-160 // form.group) * form.group
         numbers, zeros = whole(70, K).to(torch.int8), whole(70, K // form.group)
         # a product with a scale is exact in fp32, as with those of files
         scales, offsets = torch.randn(2, 70, K // form.group, generator=gen).half().to(form.scale)
@@ -339,7 +352,7 @@ def groups_right(kernels: Kernels) -> Iterator[bool]:
             packed = pack_groups(groups, form, kernels, dtype)
             panels = panel_table([(packed, form.index)])
             weight = kernels.pack_weight(groups.plain(dtype))
-            x = torch.randn(70, K, generator=gen).to(dtype)
-            for rows in (x[:0], x[:1], x[:8], x):
+            x = torch.randn(140, K, generator=gen).to(dtype)
+            for rows in (x[:0], x[:1], x[:8], x[:40], x):
                 got = grouped_product(kernels, rows, panels, None, 70)
                 yield torch.equal(got, kernels.product(rows, weight, None, 70))

@@ -204,7 +204,7 @@ static inline void tile_block(const bf16* a, i64 lda, i64 K, B b, i64 ldb, float
 
 #ifdef TILES
 template <class B>
-static auto fetching(const B* w, i64 K) {  // what comes behind number k of panel p
+static auto fetching(const B* w, i64 K) {  // what comes 4 KB behind number k of panel p
     return [=](i64 p, i64 k) { fetch_ahead(w + (p * K + k) * NR, 2 * TR * 64); };
 }
 namespace shared {

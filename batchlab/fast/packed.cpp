@@ -111,7 +111,7 @@ static inline float most(vf v) {
     return larger<1>(larger<2>(larger<4>(v)))[0];
 }
 
-// AHEAD: so many blocks of rows fetch the next panel; FEW: for so many rows weights are fetched just before they are read
+// AHEAD: so many blocks of rows fetch the next panel; FEW: for so many rows weights are fetched 4 KB before they are read
 constexpr int NR = 32, NV = NR / W, MR = W == 16 ? 12 : 3, AHEAD = 8, FEW = 4;
 static inline void fetch_ahead(const void* p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + 4096 + i);

@@ -65,7 +65,7 @@ class W4A8Linear(GroupedLinear):
     each layer; `nbytes`: of panels. Raises `Unavailable`."""
 
     kind, kernel, bits, near = 5, "quads_product", 4, 0.2
-    packers, largest = ("pack_quads", "pack_quad_blocks"), GROUP
+    packers, largest, by_dtype = ("pack_quads", "pack_quad_blocks"), GROUP, False
     experts: MakeLinear = Int8Linear  # what is made of those
     head: MakeLinear
 
