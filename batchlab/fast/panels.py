@@ -67,8 +67,7 @@ def make_room(folder: Path, n: int, limit: float) -> bool:
 
 # %% ../../nbs/4_fast/panels.ipynb #panel012
 class KeptPanels:
-    """The panels of a GGUF `file`, from batchlab's cache folder where it has them; `order` as in
-    `place_of`.
+    """The panels of a GGUF `file`, from batchlab's cache folder if there; `order`: see `place_of`.
 
     `changed`: how many were not there, or others. Raises `ModelError`."""
 
