@@ -492,9 +492,9 @@ struct RowExpander {
         const __m512i by = _mm512_inserti64x4(_mm512_set1_epi64(0), _mm256_set1_epi16(8), 1);
         const __m512i shifts = _mm512_add_epi16(by, _mm512_maskz_set1_epi64(0xcc, 0x0004000400040004));
         if (!left) f.wide ? read_tables<float>() : read_tables<fp16>();
+        // the lowest 5 bits of each lane choose: the table is there twice, so the fifth says nothing
 #pragma GCC unroll 4
-        for (int o = 0; o < NR;
-             o++) {  // the lowest 5 bits of each lane choose: the table is there twice, so the fifth says nothing
+        for (int o = 0; o < NR; o++) {
             const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)tables[o]));
             const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(from + 16 * o)));
             _mm512_store_si512(to + 32 * o, _mm512_permutexvar_epi16(_mm512_srlv_epi16(four, shifts), table));
