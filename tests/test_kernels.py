@@ -408,13 +408,9 @@ def test_both_sides_take_the_same(kernels):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "flags",  # two are optimised little, as that compiles in a third of the time
     [
-        [
-            "-O1",
-            "-msse2",
-            "-Wno-psabi",
-        ],  # optimised little, as that compiles in a third of the time
+        ["-O1", "-msse2", "-Wno-psabi"],
         ["-mavx2", "-mfma"],
         ["-O1", "-march=native", "-mno-amx-int8"],
     ],

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMS', 'BLOCKS', 'Groups', 'Form', 'form_of', 'in_form', 'pack_groups', 'pack_blocks', 'dequantize_blocks',
-           'in_blocks', 'panels_of', 'quick_rows', 'Panel', 'panel_table', 'grouped_product', 'groups_of', 'with_rows',
-           'of_dtype', 'parts_of', 'GroupedLinear', 'pack_linears', 'groups_right']
+           'in_blocks', 'panels_of', 'quick_rows', 'Panel', 'panel_table', 'grouped_product', 'groups_of',
+           'GroupedLinear', 'pack_linears', 'groups_right']
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #8f562811
 import contextlib, ctypes, functools, re
@@ -104,7 +104,8 @@ def pack_groups(
 ) -> torch.Tensor:
     """`groups` of a weight `[N, K]` as panels of this `form`: uint8
     `[ceil(N / 32), K / size of a group, form.nbytes]`. `dtype`: of the
-    rows that they will be multiplied by. `empty` makes what they are put into;
+    rows that they will be multiplied by; on a matrix unit numbers of 4 bits lie otherwise for bf16.
+    `empty` makes what they are put into;
     `kernel`: which of the C++ puts them there, in the order that a product wants."""
     (N, K), scale = groups.numbers.shape, form.scale
     n, types = N * K // form.group, (torch.int8, scale, scale)
@@ -180,8 +181,8 @@ def panels_of(model: nn.Module, kernels: Kernels) -> KeptPanels | None:
     kept = [p for p in model.parameters() if getattr(p, "form", None) in BLOCKS]
     files = {getattr(p, "file", None) for p in kept}
     file = files.pop() if len(files) == 1 else None
-    order = f"{kept[0].dtype}, tiles: {kernels.tiles}" if kept else ""
-    return None if file is None else KeptPanels(file, order)
+    layout = f"{kept[0].dtype}, tiles: {kernels.tiles}" if kept else ""
+    return None if file is None else KeptPanels(file, layout)
 
 
 @contextlib.contextmanager
@@ -246,19 +247,19 @@ def groups_of(weights: list[Any], largest: int = 128) -> tuple[Groups, Form] | N
     return Groups(torch.cat(numbers), torch.cat(scales), added, form.bits, less), form
 
 
-def with_rows(weight: torch.Tensor) -> torch.Tensor:
+def _by_rows(weight: torch.Tensor) -> torch.Tensor:
     "`weight` `[N, K]`, in memory row by row."
     return weight if weight.stride(-1) == 1 else weight.contiguous()
 
 
-def of_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _of_dtype(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     "Rows `x`. Raises `TypeError` if weights are packed for another `dtype`; None is any."
     if dtype not in (None, x.dtype):
         raise TypeError(f"rows of {x.dtype}, and the weights are packed for {dtype}")
     return x
 
 
-def parts_of(linears: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
+def _parts_of(linears: Sequence[nn.Linear]) -> list[list[torch.Tensor]]:
     "The weights of `linears`, packed apart if their outputs fill whole panels, else as one."
     weights = [l.weight for l in linears]
     return [[w] for w in weights] if all(len(w) % 32 == 0 for w in weights[:-1]) else [weights]
@@ -286,7 +287,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.sizes, self.kernels = [l.out_features for l in linears], kernels
         self.n, self.in_features = sum(self.sizes), linears[0].in_features
-        self.weights = [self._pack(part, empty, kept) for part in parts_of(linears)]
+        self.weights = [self._pack(part, empty, kept) for part in _parts_of(linears)]
         self.panels = panel_table(self.weights)
         self.dtype = linears[0].weight.dtype if self.by_dtype else None
         self.bias = join_biases(*linears)
@@ -303,7 +304,7 @@ class GroupedLinear(nn.Module):
             return pack_blocks(weights, self.kernels, dtype, empty, kept, of_blocks), form.index
         if found := groups_of(weights, self.largest):
             return pack_groups(*found, self.kernels, dtype, empty, of_groups), found[1].index
-        return self._pack_plain([with_rows(plain_weight(w)) for w in weights], empty)
+        return self._pack_plain([_by_rows(plain_weight(w)) for w in weights], empty)
 
     def _pack_plain(self, weights: list[torch.Tensor], empty: Any) -> tuple[torch.Tensor, int]:
         "As `_pack`, for `weights` that are plain numbers."
@@ -316,7 +317,7 @@ class GroupedLinear(nn.Module):
         return Linear(at, address_of(self.bias), kind=self.kind, **sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = of_dtype(x, self.dtype).reshape(-1, self.in_features).contiguous()
+        rows = _of_dtype(x, self.dtype).reshape(-1, self.in_features).contiguous()
         out = grouped_product(self.kernels, rows, self.panels, self.bias, self.n, self.kernel)
         return out.view(*x.shape[:-1], self.n)
 

@@ -122,7 +122,7 @@ def build(source: str, say: Callable[[str], None] | None = None) -> Path:
     if say:
         say(
             f"compiling the kernels for this processor with {Path(compiler).name}, once: up to "
-            "half a minute"
+            "a minute"
         )
     try:
         _compile(compiler, flags, source, path)

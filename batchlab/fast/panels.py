@@ -34,16 +34,16 @@ def panel_limit() -> float:
     return limit
 
 
-def place_of(file: Path, order: str = "") -> Path | None:
-    """Where the panels of a GGUF `file` are kept, or None; `order`: what else they depend on, such as
-    the dtype. Raises `ModelError`."""
+def place_of(file: Path, layout: str = "") -> Path | None:
+    """Where the panels of a GGUF `file` are kept, or None; `layout`: what else their bytes depend on,
+    such as the dtype. Raises `ModelError`."""
     if not panel_limit():
         return None
     try:
         with open(file, "rb") as f:
             size, head = os.fstat(f.fileno()).st_size, f.read(2**16)
             f.seek(max(0, size - 2**16))
-            about = b"".join([head, f.read(), str(size).encode(), order.encode(), SOURCE.encode()])
+            about = b"".join([head, f.read(), str(size).encode(), layout.encode(), SOURCE.encode()])
         return cache_dir() / "panels" / f"{hashlib.sha256(about).hexdigest()[:16]}.bin"
     except (OSError, ModelError):
         return None  # no place for it
@@ -67,12 +67,12 @@ def make_room(folder: Path, n: int, limit: float) -> bool:
 
 # %% ../../nbs/4_fast/panels.ipynb #panel012
 class KeptPanels:
-    """The panels of a GGUF `file`, from batchlab's cache folder if there; `order`: see `place_of`.
+    """The panels of a GGUF `file`, from batchlab's cache folder if there; `layout`: see `place_of`.
 
     `changed`: how many were not there, or others. Raises `ModelError`."""
 
-    def __init__(self, file: Path, order: str = "") -> None:
-        self.path, self.changed = place_of(file, order), 0
+    def __init__(self, file: Path, layout: str = "") -> None:
+        self.path, self.changed = place_of(file, layout), 0
         self.left, self.panels = self._mapped(), list[torch.Tensor]()
 
     def _mapped(self) -> torch.Tensor:
