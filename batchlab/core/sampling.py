@@ -5,7 +5,7 @@
 # %% ../../nbs/2_core/07_sampling.ipynb #c5eb3757
 from __future__ import annotations
 
-import math
+import functools, math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -425,22 +425,28 @@ def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return processed_logits(logits, rows).softmax(-1)
 
 # %% ../../nbs/2_core/07_sampling.ipynb #dc9a226c
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+@functools.cache
+def _largest_bits(dtype: torch.dtype) -> int:
+    "Those of -inf as an unsigned number: a NaN of either sign lies above, or isn't positive."
+    x = torch.tensor(-torch.inf, dtype=dtype)
+    return int(x.view(_INTEGERS[x.itemsize]).numpy().view(f"u{x.itemsize}"))
+
+
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row of `logits` `[B, V]` and the first id that has it: `[B]` each. NaN
     if one of the row is NaN."""
     if not logits.is_cpu:
         return logits.max(-1)
-    n = logits.element_size()
-    bits, minus_inf = (
-        x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[n]).numpy()
-        for x in (logits, logits.new_tensor(-torch.inf))
-    )
-    at = torch.from_numpy(bits.argmax(1))
-    best = logits.gather(1, at[:, None])[:, 0]
-    numbers = bits.view(f"u{n}").max() <= minus_inf.view(
-        f"u{n}"
-    )  # whichever sign a NaN has, it lies above
-    return (best, at) if numbers and (best > 0).all() else logits.max(-1)
+    bits = logits.view(_INTEGERS[logits.itemsize]).numpy()
+    at = bits.argmax(1)
+    best = np.take_along_axis(bits, at[:, None], 1)[:, 0]
+    largest = bits.view(f"u{logits.itemsize}").max()
+    if largest > _largest_bits(logits.dtype) or (best <= 0).any():
+        return logits.max(-1)
+    return torch.from_numpy(best).view(logits.dtype), torch.from_numpy(at)
 
 # %% ../../nbs/2_core/07_sampling.ipynb #55d86d44
 @dataclass

@@ -25,7 +25,14 @@ from ..core.packing import ints
 from ..errors import Unavailable
 from ..machine import trim_heap
 from .experts import PackedExperts, ProbeOfMixture
-from .grouped import in_blocks, pack_linears, panels_of, quick_rows
+from batchlab.fast.grouped import (
+    BLOCKS,
+    dequantize_blocks,
+    in_blocks,
+    pack_linears,
+    panels_of,
+    quick_rows,
+)
 from .int8 import Int8Linear
 from .w4a8 import W4A8Linear, check_inputs
 from batchlab.fast.kernels import (
@@ -140,6 +147,9 @@ class FusedEmbedding:
     def __init__(self, model: PreTrainedModel, packer: WeightPacker) -> None:
         self.model, self.module, base = model, model.get_input_embeddings(), base_of(model)
         self.multiplier = getattr(base, "embedding_multiplier", 1)
+        self.rows, weight = self.module, getattr(self.module, "weight", None)
+        if type(self.module) is nn.Embedding and getattr(weight, "form", None) in BLOCKS:
+            self.rows = partial(dequantize_blocks, packer.kernels, weight)
         self.places = first_of(base, "wpe", "embed_positions")
         project = first_of(base, "embeddings_project")
         self.project = None if project is None else packer.join([project])
@@ -151,7 +161,7 @@ class FusedEmbedding:
         ):
             h = embed_encoder(self.model, batch)
             return h if self.project is None else self.project(h)
-        h = self.module(ints(batch.ids))
+        h = self.rows(ints(batch.ids))
         if self.multiplier != 1:
             h = h * self.multiplier
         if self.places is not None:
@@ -163,7 +173,7 @@ class FusedEmbedding:
         "Read rows out of `head`, if it is in panels and has the embedding's weight, and let that go."
         embed = self.module
         if isinstance(head, PackedLinear) and self.model.lm_head.weight is embed.weight:
-            self.module = PackedEmbedding(head, getattr(embed, "embed_scale", None))
+            self.module = self.rows = PackedEmbedding(head, getattr(embed, "embed_scale", None))
             self.model.set_input_embeddings(self.module)
         if self.project is not None:
             base_of(self.model).embeddings_project = self.project

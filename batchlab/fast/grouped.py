@@ -126,14 +126,22 @@ BLOCKS = {
 }  # the formats of files: their number in the C++, and the form of their groups
 
 
+def _rows_at(weight: Any, at: slice | torch.Tensor) -> torch.Tensor:
+    "Which rows of bytes of a `weight` in blocks are its rows `at`."
+    if weight.order is not None:
+        return weight.order[at]
+    if isinstance(at, slice):
+        return torch.arange(len(weight.raw))[at]
+    if len(at) and not 0 <= at.min() <= at.max() < len(weight.raw):
+        raise IndexError(f"rows {at.tolist()} of {len(weight.raw)}")
+    return at
+
+
 def _block_rows(weights: Sequence[Any], at: slice | torch.Tensor = slice(None)) -> torch.Tensor:
     "Where each of the rows `at` of all `weights` in blocks lies, int64."
-    found = []
     for w in weights:
         address(w.raw, torch.uint8)
-        rows = (torch.arange(len(w.raw)) if w.order is None else w.order)[at]
-        found.append(w.raw.data_ptr() + rows * w.raw.stride(0))
-    return torch.cat(found)
+    return torch.cat([w.raw.data_ptr() + _rows_at(w, at) * w.raw.stride(0) for w in weights])
 
 
 def pack_blocks(
