@@ -362,17 +362,31 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pool(folder):
-    "Two workers for all tests; afterwards none of Ray's processes may be left."
+def pool(folder, tmp_path_factory):
+    "Two workers for all tests; afterwards none of Ray's processes may be left, and their prefixes are."
     pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
     os.environ["OMP_NUM_THREADS"] = "1"
-    llm = dict(model=folder, dtype="fp32", max_num_seqs=4)
+    d = tmp_path_factory.mktemp("shared")
+    llm = dict(model=folder, dtype="fp32", max_num_seqs=4, prefix_store=str(d / "store"))
     with Pool(2, num_cpus=1, llm=llm, say=lambda s: None) as pool:
         pool.ready()
         yield pool
+        write(d / "in.jsonl", [ask(i, prompt=[*range(5, 205), 9 + i]) for i in range(8)])
+        assert job_in(d, model_name=Path(folder).name).run(pool).answered == 8
         work, helpers = ray_children(psutil.Process())
         assert len(work) > 3
     assert psutil.wait_procs(work + helpers, timeout=60)[1] == []
+    reads_what_workers_stored(d, llm)
+
+
+def reads_what_workers_stored(d, llm):
+    "This process finds in the folder what the workers have written to it, and answers as they did."
+    beside = LLM(**llm)
+    beside.engines.store.costs.worth = lambda: True  # a tiny model is computed at once
+    job = Job(d / "in.jsonl", d / "beside.jsonl", model_name=Path(llm["model"]).name)
+    assert job.run(beside).answered == 8 and beside.stats().loaded_blocks >= 3
+    assert by_id(d / "beside.jsonl") == by_id(d / "out.jsonl")
+    beside.close()
 
 
 @pytest.fixture(scope="module")
