@@ -8,7 +8,7 @@ import psutil, pytest
 from batchlab import bench
 from batchlab.bench import peers, profiling, shapes
 from batchlab.cli.measure import main
-from batchlab.errors import Unavailable
+from batchlab.errors import ModelNotFoundError, Unavailable
 from batchlab.jobs.advice import conclusions
 from batchlab.api import LLM
 from batchlab.models import load_model, tiny_model
@@ -231,8 +231,22 @@ def test_a_shape_is_made_once_and_every_way_of_loading_gives_its_weights(tmp_pat
     assert json.loads(config.read_text(encoding="utf-8"))["dtype"] == "bfloat16"
 
 
+def test_a_file_of_weights_is_not_read_as_a_tokenizer(tmp_path, monkeypatch):
+    "transformers would read all of it as text, four bytes a character, and that would be the peak."
+    read = []
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda *a, **k: read.append(a)
+    )
+    settings = dict(dtype="fp32", device="cpu", max_num_seqs=2, options={})
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        peers.start_batchlab(str(tmp_path / "nowhere.gguf"), **settings)
+    assert not read
+
+
 def test_the_shapes_are_those_that_were_published():
-    gemma, qwen, llama = (shapes.SHAPES[name] for name in ("gemma3-270m", "qwen3-0.6b", "llama-1b"))
+    names = ("gemma3-270m", "qwen3-0.6b", "llama-1b", "llama-3b")
+    gemma, qwen, llama, larger = (shapes.SHAPES[name] for name in names)
+    assert (larger["num_hidden_layers"], larger["hidden_size"]) == (28, 3072)
     full = [i for i, kind in enumerate(gemma["layer_types"]) if kind == "full_attention"]
     assert full == [5, 11, 17] and gemma["vocab_size"] == 262_144
     assert qwen["vocab_size"] == llama["vocab_size"] == 49_152

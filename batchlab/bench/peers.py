@@ -10,6 +10,7 @@ __all__ = ['serve', 'greedy', 'start_batchlab', 'hf_model', 'hf_config', 'start_
 import contextlib, json, os, signal, sys, time, traceback
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 # %% ../../nbs/9_bench/peers.ipynb #b5de6e68
@@ -56,8 +57,9 @@ def start_batchlab(
 
     first = LLM(tiny_model("llama"))  # loads what is loaded when first used
     first.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
-    with contextlib.suppress(Exception):
-        AutoTokenizer.from_pretrained(model)
+    if Path(model).is_dir():  # of a file it would read all weights as text
+        with contextlib.suppress(Exception):
+            AutoTokenizer.from_pretrained(model)
     base, made = psutil.Process().memory_info().rss, {}
     continuous = options.get("strategy", "continuous") == "continuous"
 

@@ -63,6 +63,9 @@ SHAPES = {
     "llama-1b": _shape(
         "llama", 16, 2048, 8192, 32, 8, 64, 8192, rope_parameters=_rope(5e5), rms_norm_eps=1e-5
     ),
+    "llama-3b": _shape(
+        "llama", 28, 3072, 8192, 24, 8, 128, 8192, rope_parameters=_rope(5e5), rms_norm_eps=1e-5
+    ),
 }
 
 # %% ../../nbs/9_bench/shapes.ipynb #9ee5b10b

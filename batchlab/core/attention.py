@@ -272,7 +272,6 @@ def packed_of(
         ints(batch.ids, device=device)[None],
         ints(batch.positions, device=device)[None],
         ints(batch.cu_seqlens, torch.int32, device),
-        ints(batch.starts, device=device),
         batch.causal,
         types,
     )

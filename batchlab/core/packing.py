@@ -23,15 +23,14 @@ class Packed:
     """The new tokens of B sequences for one step, side by side without padding, T in all.
 
     `input_ids` and `position_ids`: int64 `[1, T]`. `cu_seqlens_q`: int32 `[B + 1]`, sequence i
-    has the tokens from `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`. `cache_seqlens`: int64
-    `[B]`, tokens it had computed before. `causal`: False where a token sees all of its sequence,
-    which is whole; `token_types`: int64 `[1, T]` for a model that takes them (both: chapter 31).
+    has the tokens from `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`. `causal`: False
+    where a token sees all of its sequence, which is whole; `token_types`: int64 `[1, T]` for a
+    model that takes them (both: chapter 31).
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    cache_seqlens: torch.Tensor
     causal: bool = True
     token_types: torch.Tensor | None = None
 
@@ -94,5 +93,4 @@ def pack(
         ints(chain.from_iterable(rows), device=device)[None],
         ints(positions, device=device)[None],
         offsets,
-        ints(starts, device=device),
     )

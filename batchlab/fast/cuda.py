@@ -270,7 +270,7 @@ class StaticInputs:
         self.numbers, self.table = views(self.host)
         (ids, positions, self.slot_mapping, self.lengths), self.block_table = views(self.inputs)
         at = torch.arange(num_rows + 1, dtype=torch.int32, device=cache.device)
-        self.packed, self.last = Packed(ids[None], positions[None], at, positions), at[:-1].long()
+        self.packed, self.last = Packed(ids[None], positions[None], at), at[:-1].long()
 
     @property
     def cache(self) -> KVCache:
