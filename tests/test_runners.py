@@ -59,7 +59,8 @@ class LoopStep:
             start + j + 1 for start, n in zip(batch.starts, batch.lengths) for j in range(n)
         ]
 
-    def attention(self, layer, q, k, v, scaling, window, softcap, sinks, others):
+    def attention(self, layer, q, k, v, params, others):
+        scaling, window, softcap, sinks = params
         self.cache.write(
             layer, k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor(self.batch.slot_mapping)
         )
@@ -155,8 +156,8 @@ def test_what_layers_ask_of_attention():
     class Echo:
         "A step that gives back the values."
 
-        def attention(self, layer, q, k, v, scaling, window, softcap, sinks, others):
-            asked.append((window, softcap, sinks))
+        def attention(self, layer, q, k, v, params, others):
+            asked.append(params[1:])
             return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
 
     for arch in ("mistral", "gemma2", "gpt_oss"):

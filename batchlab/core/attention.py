@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from .backend import Step
+from .backend import AttentionParams, Step
 from .batch import Batch
 from ..errors import EngineError
 from .packing import Packed, ints
@@ -85,9 +85,8 @@ def packed_attention(
     if attention_mask is not None:
         kwargs["attention_mask"] = attention_mask  # made by the model itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step.attention(
-        layer, query, key, value, scale, sliding_window, softcap, s_aux, kwargs
-    ), None
+    params = AttentionParams(scale, sliding_window, softcap, s_aux)
+    return step.attention(layer, query, key, value, params, kwargs), None
 
 
 AttentionInterface.register("batchlab", packed_attention)
@@ -506,17 +505,15 @@ class PackedStep(StepMasks):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        others: dict,
+        params: AttentionParams,
+        others: dict[str, Any],
     ) -> torch.Tensor:
         """Write a layer's `k`, `v` `[1, KV, T, D]` into their places and attend with `q`
         `[1, H, T, D]`: `[1, T, H, Dv]`.
 
         Each token sees its own row's columns up to its own, the last `window` of them if that is
         given."""
+        scaling, window, softcap, sinks = params
         asked: dict[str, Any] = dict(scaling=scaling, softcap=softcap, sinks=sinks)
         b, out = self.batch, q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         if b.causal:

@@ -5,7 +5,7 @@
 # %% ../../nbs/2_core/backend.ipynb #96888236
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -13,9 +13,19 @@ if TYPE_CHECKING:
     from batchlab.core.cache import KVCache
 
 # %% auto #0
-__all__ = ['Step', 'Backend']
+__all__ = ['AttentionParams', 'Step', 'Backend']
 
 # %% ../../nbs/2_core/backend.ipynb #c243b429
+class AttentionParams(NamedTuple):
+    """What a layer asks of attention: its scale; and how many tokens each sees, itself among them,
+    the soft cap of the scores, and sinks `[H]`, None for no such thing."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 class Step(Protocol):
     "Attention of one step: what `packed_attention` calls in each layer."
 
@@ -25,11 +35,8 @@ class Step(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        others: dict,
+        params: AttentionParams,
+        others: dict[str, Any],
     ) -> torch.Tensor: ...
 
 # %% ../../nbs/2_core/backend.ipynb #bd5393dc

@@ -24,6 +24,7 @@ from batchlab.core.attention import (
     attend,
     packed_forward,
 )
+from ..core.backend import AttentionParams
 from .trial import reason_of
 from .trial import check_backend
 from .trial import BackendOptions
@@ -119,17 +120,14 @@ class VarlenStep(PackedStep):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        params: AttentionParams,
         others: dict[str, Any],
     ) -> torch.Tensor:
         if not self.batch.causal:
-            return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
+            return super().attention(layer, q, k, v, params, others)
         self.cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
         kv = self.cache.keys[layer], self.cache.values[layer]
-        return self.paged(q[0].transpose(0, 1), *kv, self.at, scaling, window, softcap, sinks)[None]
+        return self.paged(q[0].transpose(0, 1), *kv, self.at, *params)[None]
 
 # %% ../../nbs/4_fast/26_cuda.ipynb #6663acaa
 PAGE = 256  # tokens to a block, where flash attention 2 reads them
@@ -151,7 +149,7 @@ def paged_error(
         q, k, v = (make(1, n, batch.num_tokens, dim) for n in (heads, kv_heads, kv_heads))
         for window in (None, 9):
             got = VarlenStep(cache, batch, paged).attention(
-                0, q, k, v, dim**-0.5, window, None, None, {}
+                0, q, k, v, AttentionParams(dim**-0.5, window), {}
             )[0]
             off = attend_rows(cache, 0, batch, q[0].transpose(0, 1), dim**-0.5, window) - got
             worst = max(worst, off.abs().max().nan_to_num(torch.inf).item())
@@ -312,13 +310,11 @@ class StaticStep(StaticInputs):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
+        params: AttentionParams,
         others: dict[str, Any],
     ) -> torch.Tensor:
         "As of `PackedStep`; what is made of the numbers is in `once`."
+        scaling, window, softcap, sinks = params
         cache, q, end = self.cache, q[0].transpose(0, 1), self.num_blocks * self.cache.block_size
         cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
         if self.paged:
@@ -327,7 +323,7 @@ class StaticStep(StaticInputs):
                     self.packed.cu_seqlens_q, self.lengths.int(), self.block_table.int(), 1, end
                 )
             kv = cache.keys[layer], cache.values[layer]
-            return self.paged(q, *kv, self.once["at"], scaling, window, softcap, sinks)[None]
+            return self.paged(q, *kv, self.once["at"], *params)[None]
         if (window, q.dtype) not in self.once:
             self.once[window, q.dtype] = span_mask(self.lengths, 0, end, window, q.dtype)[
                 :, None, None

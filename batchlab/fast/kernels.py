@@ -10,11 +10,13 @@ __all__ = ['log', 'TiledCache', 'quantize_rows', 'Int8Cache', 'prefix_groups', '
 # %% ../../nbs/4_fast/21_attention.ipynb #c7a1e020
 import functools, itertools, logging, math, sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from ..core.backend import AttentionParams
 from batchlab.core.attention import (
     PackedStep,
     TorchBackend,
@@ -491,26 +493,22 @@ class KernelStep(KernelLayout):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """Write `k`, `v` `[T, KV, D]` and attend with `q` `[T, H, D]`: `[T, H, Dv]`. What fits
         is up to the caller."""
-        if window is not None and window >= self.longest:
-            window = None
-        if sinks is not None:
-            sinks = sinks.float().contiguous()
-        asked = scaling, window, softcap, sinks
+        if params.window is not None and params.window >= self.longest:
+            params = params._replace(window=None)
+        if params.sinks is not None:
+            params = params._replace(sinks=params.sinks.float().contiguous())
         if not self.batch.causal:
-            z = layout_whole(q, k.shape[1], v.shape[2], *asked)
+            z = layout_whole(q, k.shape[1], v.shape[2], *params)
             return self.kernels.attend_whole(z, q, k, v, self.whole)
         cache, K, V = self.cache, self.cache.keys[layer], self.cache.values[layer]
-        alike = cache.shapes[layer], q.shape[1:], q.stride(), *asked[:3], sinks is None
+        alike = cache.shapes[layer], q.shape[1:], q.stride(), *params[:3], params.sinks is None
         z = self.layouts.get(alike)
-        if z is None or sinks is not None:
-            z = self.layouts[alike] = layout(cache, layer, q, *asked)
+        if z is None or params.sinks is not None:
+            z = self.layouts[alike] = layout(cache, layer, q, *params)
         self.kernels.write(z, k, v, K, V, self.slot_mapping)
         heads = q.shape[1] // K.shape[1], K.shape[1]  # to each KV head, and KV heads
         if heads not in self.worklists:
@@ -525,18 +523,15 @@ class KernelStep(KernelLayout):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        others: dict,
+        params: AttentionParams,
+        others: dict[str, Any],
     ) -> torch.Tensor:
         q_, k_, v_ = (t[0].transpose(0, 1) for t in (q, k, v))
         if self.fits(layer, q_, k_, v_):
-            return self.run(layer, q_, k_, v_, scaling, window, softcap, sinks)[None]
+            return self.run(layer, q_, k_, v_, params)[None]
         if self.batch.causal and isinstance(self.cache, TiledCache):
             self.cache.clear(layer, self.ends)
-        return super().attention(layer, q, k, v, scaling, window, softcap, sinks, others)
+        return super().attention(layer, q, k, v, params, others)
 
 # %% ../../nbs/4_fast/21_attention.ipynb #c7a1e006
 @functools.cache

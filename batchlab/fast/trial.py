@@ -20,7 +20,7 @@ from batchlab.core.attention import (
     both_ways,
     packed_forward,
 )
-from ..core.backend import Backend
+from ..core.backend import AttentionParams, Backend
 from ..core.batch import pack_rows
 from ..core.cache import Shape
 from ..core.packing import pack
@@ -197,11 +197,8 @@ class LayerCalls:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        others: dict,
+        params: AttentionParams,
+        others: dict[str, Any],
     ) -> torch.Tensor:
         "As `packed_attention` calls it."
         if strange := [
@@ -213,13 +210,11 @@ class LayerCalls:
         self.calls.append(
             (
                 layer,
-                AttentionSpec(
-                    q.shape[1], k.shape[1], q.shape[3], v.shape[3], scaling, window, softcap, sinks
-                ),
+                AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], *params),
             )
         )
-        mask = "causal" if self.causal else both_ways(q.shape[2], window, q)
-        return attend(q, k, v, mask, scaling, softcap, sinks).transpose(1, 2)
+        mask = "causal" if self.causal else both_ways(q.shape[2], params.window, q)
+        return attend(q, k, v, mask, params.scaling, params.softcap, params.sinks).transpose(1, 2)
 
 # %% ../../nbs/4_fast/trial.ipynb #f3475c57
 def _record(
