@@ -8,7 +8,7 @@ import psutil, pytest
 from batchlab import bench
 from batchlab.bench import peers, profiling, shapes
 from batchlab.cli.measure import main
-from batchlab.errors import ModelNotFoundError, Unavailable
+from batchlab.errors import ModelError, Unavailable
 from batchlab.jobs.advice import conclusions
 from batchlab.api import LLM
 from batchlab.models import load_model, tiny_model
@@ -238,8 +238,9 @@ def test_a_file_of_weights_is_not_read_as_a_tokenizer(tmp_path, monkeypatch):
         "transformers.AutoTokenizer.from_pretrained", lambda *a, **k: read.append(a)
     )
     settings = dict(dtype="fp32", device="cpu", max_num_seqs=2, options={})
-    with pytest.raises(ModelNotFoundError, match="nowhere"):
-        peers.start_batchlab(str(tmp_path / "nowhere.gguf"), **settings)
+    (file := tmp_path / "no.gguf").write_bytes(b"no weights")
+    with pytest.raises(ModelError, match="no.gguf"):
+        peers.start_batchlab(str(file), **settings)
     assert not read
 
 

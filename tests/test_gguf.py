@@ -203,6 +203,20 @@ def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
 
 
 @needs_groups
+def test_rows_are_looked_up_by_any_index_and_none_beyond_the_last(file_of):
+    model = load_model(file_of("llama", "q8_0"), dtype="fp32", grouped=True)[0]
+    embedding, kernels = model.get_input_embeddings().weight, load_kernels()
+    kernels.set_threads(1)
+    at = torch.tensor([5, 1, 5, len(embedding) - 1])
+    marked = torch.zeros(len(embedding), dtype=torch.bool).index_fill_(0, at, True)
+    for index in (at, at.int(), marked, slice(1, 5), at[:0]):
+        assert torch.equal(B.dequantize_blocks(kernels, embedding, index), embedding.rows(index))
+    for beyond in (-1, len(embedding)):
+        with pytest.raises(IndexError, match=str(beyond)):
+            B.dequantize_blocks(kernels, embedding, torch.tensor([3, beyond]))
+
+
+@needs_groups
 def test_kernels_that_read_a_format_otherwise_are_not_used(file_of, monkeypatch):
     path = file_of("llama", "q4_0")
     want = answers(LLM(*load_model(path, dtype="fp32")))

@@ -381,12 +381,15 @@ def pool(folder, tmp_path_factory):
 
 def reads_what_workers_stored(d, llm):
     "This process finds in the folder what the workers have written to it, and answers as they did."
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the workers have it
     beside = LLM(**llm)
     beside.engines.store.costs.worth = lambda: True  # a tiny model is computed at once
     job = Job(d / "in.jsonl", d / "beside.jsonl", model_name=Path(llm["model"]).name)
     assert job.run(beside).answered == 8 and beside.stats().loaded_blocks >= 3
     assert by_id(d / "beside.jsonl") == by_id(d / "out.jsonl")
     beside.close()
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

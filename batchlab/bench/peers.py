@@ -57,7 +57,7 @@ def start_batchlab(
 
     first = LLM(tiny_model("llama"))  # loads what is loaded when first used
     first.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
-    if Path(model).is_dir():  # of a file it would read all weights as text
+    if not Path(model).is_file():  # of which it would read all weights as text
         with contextlib.suppress(Exception):
             AutoTokenizer.from_pretrained(model)
     base, made = psutil.Process().memory_info().rss, {}

@@ -430,8 +430,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 @functools.cache
 def _largest_bits(dtype: torch.dtype) -> int:
-    "Those of -inf as an unsigned number: a NaN of either sign lies above, or isn't positive."
-    x = torch.tensor(-torch.inf, dtype=dtype)
+    "Those of -inf, unsigned: a negative NaN lies above, and a positive one is its row's largest."
+    x = torch.tensor(-torch.inf, dtype=dtype, device="cpu")
     return int(x.view(_INTEGERS[x.itemsize]).numpy().view(f"u{x.itemsize}"))
 
 

@@ -130,7 +130,7 @@ def _rows_at(weight: Any, at: slice | torch.Tensor) -> torch.Tensor:
     "Which rows of bytes of a `weight` in blocks are its rows `at`."
     if weight.order is not None:
         return weight.order[at]
-    if isinstance(at, slice):
+    if isinstance(at, slice) or at.dtype != torch.int64:
         return torch.arange(len(weight.raw))[at]
     if len(at) and not 0 <= at.min() <= at.max() < len(weight.raw):
         raise IndexError(f"rows {at.tolist()} of {len(weight.raw)}")
