@@ -1,5 +1,7 @@
 """Weights that stay in the groups of a GGUF file: the numbers of the library's own reader, and the bits of bf16 and fp32."""
 
+import sys
+
 import gguf
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 from batchlab import LLM, SamplingParams
 from batchlab.bench import shapes
 from batchlab.errors import Unavailable
-from batchlab.fast import grouped as B
+from batchlab.fast import fused, grouped as B
 from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, dequantize_blocks, form_of
 from batchlab.fast.grouped import grouped_product, pack_blocks, pack_groups, panel_table
 from batchlab.fast.kernels import load_kernels
@@ -200,6 +202,29 @@ def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
     llm = LLM(path, dtype="fp32")
     assert llm.backend.name != "fused" and "differ from those alone" in llm.backend.why
     assert [a for a, _ in answers(llm)] == [a for a, _ in want]
+
+
+@needs_groups
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="pages of a mapped file are given back on Linux"
+)
+def test_pages_of_a_file_are_given_back_before_the_model_is_tried(file_of, monkeypatch):
+    "So panels and the file don't take memory together; what is read again afterwards is the same."
+    path, given, tried = file_of("llama", "q4_0"), [], []
+    want = answers(LLM(*load_model(path, dtype="fp32")))
+    release, check = fused.release_mapped_pages, fused.check_backend
+    note = lambda raw, files: given.append((raw.nbytes, release(raw, files)))
+    monkeypatch.setattr(fused, "release_mapped_pages", note)
+    monkeypatch.setattr(
+        fused, "check_backend", lambda *args: (tried.append(len(given)), check(*args))
+    )
+    model, tokenizer = load_model(path, dtype="fp32", grouped=True)
+    llm = LLM(model, tokenizer)
+    assert llm.backend.name == "fused" and answers(llm) == want
+    before = given[: tried[0]]
+    linears = [m for m in load_model(path, dtype="fp32")[0].modules() if isinstance(m, nn.Linear)]
+    assert len(before) == len(linears) and any(back for _, back in before)
+    assert all(n - back < 8192 for n, back in before)  # all but parts of pages
 
 
 @needs_groups

@@ -66,7 +66,7 @@ from batchlab.fast.packed import (
     replace_linears,
 )
 from .trial import AttentionSpec, BackendOptions, Probe, StateProbe
-from .trial import check_backend, probe_rows, reason_of
+from .trial import check_backend, probe_rows, reason_of, why_not
 
 # %% ../../nbs/4_fast/25_fused.ipynb #8011ef9d
 class WeightPacker:
@@ -80,7 +80,7 @@ class WeightPacker:
         self, kernels: Kernels, own: bool = False, linear: MakeLinear = PackedLinear
     ) -> None:
         self.kernels, self.own, self.linear, self.nbytes = kernels, own, linear, 0
-        self.memory, self.files = HugePages(), mapped_files() if own else []
+        self.memory, self.files = HugePages(), mapped_files()
         self.joined = list[tuple[Any, list[Any], Any]]()
 
     def join(self, modules: list[Any], layer: Any = None, make: MakeLinear | None = None) -> Any:
@@ -93,6 +93,9 @@ class WeightPacker:
         self.joined.append((layer, modules, joined))
         if self.own:
             self.give_up(self.files)
+        for m in modules:  # what is in blocks is not written to, and can be read again
+            if isinstance(raw := getattr(m.weight, "raw", None), torch.Tensor):
+                release_mapped_pages(raw, self.files)
         return joined
 
     def give_up(self, files: Sequence[tuple[int, int]]) -> None:
@@ -121,9 +124,9 @@ class WeightPacker:
         linear = partial(getattr(self.linear, "experts", self.linear), empty=self.memory.empty)
         packed = PackedExperts(mixture, self.kernels, linear)
         self.nbytes += packed.nbytes
-        for p in mixture.experts.parameters():
-            release_mapped_pages(p, self.files)
         if self.own:
+            for p in mixture.experts.parameters():
+                release_mapped_pages(p, self.files)
             mixture.experts = packed
         return packed
 
@@ -530,10 +533,14 @@ def fuse(
         probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
     if probe is None and head_of(model) is None:
         probe = StateProbe(model, probe_rows(model))
+    probe = probe or Probe(model, probe_rows(model))
     packs = linear is pack_linears and in_blocks(model)
     kept = panels_of(model, kernels) if packs else None
     packed = partial(linear, kept=kept) if packs else PlainLinear
     with attention_override(model), quick_rows(model, kernels):
+        if packs:  # before panels take memory beside the pages of the file
+            with why_not():
+                _ = probe.alone
         try:
             tried = Fused(model, kernels, linear=packed, specs=specs)
         except (

@@ -28,7 +28,8 @@ from ..errors import EngineError, Unavailable
 
 # %% auto #0
 __all__ = ['PASSED_ON', 'Probe', 'probe_rows', 'same_as_alone', 'takes_types', 'StateProbe', 'sees_back_only', 'AttentionSpec',
-           'LayerCalls', 'reason_of', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack', 'BackendOptions']
+           'LayerCalls', 'reason_of', 'why_not', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack',
+           'BackendOptions']
 
 # %% ../../nbs/4_fast/trial.ipynb #a1cf02b0
 class Probe:
@@ -263,7 +264,7 @@ def reason_of(e: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _why_not() -> Iterator[None]:
+def why_not() -> Iterator[None]:
     "What goes wrong inside is a reason not to run packed, or not on a backend: `Unavailable`."
     try:
         yield
@@ -303,7 +304,7 @@ def check_backend(
         [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)],
     )
     how: dict[str, Any] = dict(causal=probe.causal, hidden=probe.hidden)
-    with attention_override(model), _why_not():
+    with attention_override(model), why_not():
         for step in _trial_steps(probe.causal, times):
             rows = [(probe.rows[r][start : start + n], start) for r, start, n in step]
             ends = [(r, start + n) for r, start, n in step]
@@ -336,7 +337,7 @@ def layer_specs(
     run = model.base_model if hidden else model
     if "position_ids" not in inspect.signature(run.forward).parameters:
         raise Unavailable("it takes no position_ids")
-    with _why_not():
+    with why_not():
         specs = _record(model, probe_rows(model)[0], causal, hidden)
         _check_windows(model.config.get_text_config(), [spec.window for spec in specs], causal)
     return specs
