@@ -93,9 +93,8 @@ class WeightPacker:
         self.joined.append((layer, modules, joined))
         if self.own:
             self.give_up(self.files)
-        for m in modules:  # what is in blocks is not written to, and can be read again
-            if isinstance(raw := getattr(m.weight, "raw", None), torch.Tensor):
-                release_mapped_pages(raw, self.files)
+        for w in (m.weight for m in modules if hasattr(m.weight, "raw")):  # can be read again
+            release_mapped_pages(w.raw, self.files)
         return joined
 
     def give_up(self, files: Sequence[tuple[int, int]]) -> None:
