@@ -17,8 +17,8 @@ __all__ = ['AttentionParams', 'Step', 'Backend']
 
 # %% ../../nbs/2_core/backend.ipynb #c243b429
 class AttentionParams(NamedTuple):
-    """What a layer asks of attention: its scale; and how many tokens each sees, itself among them,
-    the soft cap of the scores, and sinks `[H]`, None for no such thing."""
+    """What a layer asks of attention. `scaling`: of the scores. `window`: how many tokens each one
+    sees, itself among them; `softcap`: of the scores; `sinks`: `[H]`. None is none."""
 
     scaling: float
     window: int | None = None

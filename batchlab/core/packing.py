@@ -23,9 +23,9 @@ class Packed:
     """The new tokens of B sequences for one step, side by side without padding, T in all.
 
     `input_ids` and `position_ids`: int64 `[1, T]`. `cu_seqlens_q`: int32 `[B + 1]`, sequence i
-    has the tokens from `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`. `causal`: False
-    where a token sees all of its sequence, which is whole; `token_types`: int64 `[1, T]` for a
-    model that takes them (both: chapter 31).
+    has the tokens from `cu_seqlens_q[i]` up to `cu_seqlens_q[i + 1]`. `causal`: False where a
+    token sees all of its sequence, which is whole; `token_types`: int64 `[1, T]` for a model that
+    takes them (both: chapter 31).
     """
 
     input_ids: torch.Tensor

@@ -86,13 +86,13 @@ class WeightPacker:
     def join(self, modules: list[Any], layer: Any = None, make: MakeLinear | None = None) -> Any:
         """One module for linear `modules` of the same input, which slices of it replace in
         `layer` if the weights are given up. `make`: what is made of them, if not `linear`."""
-        joined = (make or self.linear)(
-            *map(as_linear, modules), kernels=self.kernels, empty=self.memory.empty
-        )
+        make = make or self.linear
+        joined = make(*map(as_linear, modules), kernels=self.kernels, empty=self.memory.empty)
         self.nbytes += joined.nbytes
         self.joined.append((layer, modules, joined))
         if self.own:
             self.give_up(self.files)
+            return joined
         for w in (m.weight for m in modules if hasattr(m.weight, "raw")):  # can be read again
             release_mapped_pages(w.raw, self.files)
         return joined
@@ -530,16 +530,15 @@ def fuse(
         )
     if model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules()):
         probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
-    if probe is None and head_of(model) is None:
-        probe = StateProbe(model, probe_rows(model))
-    probe = probe or Probe(model, probe_rows(model))
+    if probe is None:
+        probe = (StateProbe if head_of(model) is None else Probe)(model, probe_rows(model))
     packs = linear is pack_linears and in_blocks(model)
     kept = panels_of(model, kernels) if packs else None
     packed = partial(linear, kept=kept) if packs else PlainLinear
     with attention_override(model), quick_rows(model, kernels):
-        if packs:  # before panels take memory beside the pages of the file
+        if packs:
             with why_not():
-                _ = probe.alone
+                _ = probe.alone  # now, as the pages of the file go while its weights are packed
         try:
             tried = Fused(model, kernels, linear=packed, specs=specs)
         except (

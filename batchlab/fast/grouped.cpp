@@ -483,10 +483,8 @@ struct RowExpander {
             const vf scale = load((const S*)from + o), added = f.offsets ? load((const S*)from + NR + o) : all(-0.f);
             store(a + o, scale), store(b + o, f.offsets == 2 ? added * -scale : added);  // (x - b) a = a x - b a
         }
-        asm volatile(""
-                     :
-                     :
-                     : "memory");  // so that a and b are read from memory: repeating a register's number takes a permutation
+        // a and b are then read from memory: repeating a register's number takes a permutation
+        asm volatile("" : : : "memory");
         const auto line = [&](int o) { return (vf)_mm512_fmadd_ps(_mm512_set1_ps(a[o]), (__m512)numbers, _mm512_set1_ps(b[o])); };
         for (int o = 0; o < NR; o += 2) _mm512_store_si512(tables[o], rounded(line(o), line(o + 1)));
         from += f.scales(), left = f.group;

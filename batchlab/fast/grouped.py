@@ -103,10 +103,10 @@ def pack_groups(
     kernel: str = "pack_groups",
 ) -> torch.Tensor:
     """`groups` of a weight `[N, K]` as panels of this `form`: uint8
-    `[ceil(N / 32), K / size of a group, form.nbytes]`. `dtype`: of the
-    rows that they will be multiplied by; on a matrix unit numbers of 4 bits lie otherwise for bf16.
-    `empty` makes what they are put into;
-    `kernel`: which of the C++ puts them there, in the order that a product wants."""
+    `[ceil(N / 32), K / size of a group, form.nbytes]`. `dtype`: of the rows
+    that they will be multiplied by; on a matrix unit numbers of 4 bits lie otherwise for bf16.
+    `empty` makes what they are put into; `kernel`: which of the C++ puts them there, in the order
+    that a product wants."""
     (N, K), scale = groups.numbers.shape, form.scale
     n, types = N * K // form.group, (torch.int8, scale, scale)
     numbers, scales, offsets, _, zeros = in_form(groups, form)
