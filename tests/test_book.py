@@ -24,22 +24,6 @@ def test_notebooks_keep_no_state_of_widgets():
         assert not any(MEASURE.BAR in o.get("data", {}) for o in outputs), p.name
 
 
-EXPORTED = re.compile(r"^#\|\s*export", re.M)
-
-
-def test_exported_code_comes_in_short_cells_with_prose_between():
-    "At most 60 lines a cell, and at most 60 without empty ones from one text to the next."
-    for p in BOOK["notebooks"]():
-        lines = 0
-        for c in BOOK["read"](p)["cells"]:
-            if c["cell_type"] == "markdown":
-                lines = 0
-            elif EXPORTED.search(c["source"]):
-                code = c["source"].splitlines()
-                lines += sum(bool(line.strip()) for line in code)
-                assert len(code) <= 60 and lines <= 60, (p.name, code[1])
-
-
 # --- figures
 
 

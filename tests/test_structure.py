@@ -99,6 +99,17 @@ def test_no_module_imports_an_underscore_name_of_another():
     assert [line for name in MODULES for line in private(name)] == []
 
 
+def test_functions_have_at_most_60_lines():
+    "The only bound on length: a class stands whole in one cell, however long its reader can bear."
+    long = [
+        f"{name}: {d.name}"
+        for name in MODULES
+        for d in ast.walk(parsed(name))
+        if isinstance(d, (ast.FunctionDef, ast.AsyncFunctionDef)) and d.end_lineno - d.lineno >= 60
+    ]
+    assert long == []
+
+
 def test_what_plans_a_step_imports_no_torch():
     names = ", ".join(TORCHLESS["source_modules"])
     assert python(f"import sys, {names}; sys.exit('torch' in sys.modules)").returncode == 0
