@@ -142,6 +142,9 @@ def test_a_form_is_for_the_answer(template, text, budget, thought):
     params = GREEDY | FORM | dict(thinking_token_budget=budget)
     reasoning, answer, reason = said(llm(template, text).chat(TALK, params)[0])
     assert (reasoning, reason) == (thought, "stop") and len(answer) == 2 and answer.isdigit()
+    params["structured_outputs"] = StructuredOutputsParams(choice=["no", "yes"])
+    reasoning, answer, reason = said(llm(template, text).chat(TALK, params)[0])
+    assert (reasoning, reason) == (thought, "stop") and answer in ("no", "yes")
 
 
 @needs_grammar
