@@ -392,6 +392,32 @@ def test_a_message_that_is_gone_on_with_is_a_text_too():
     assert speaker("chatml").decode(ids).endswith("Hello<|im_end|> you")
 
 
+@pytest.mark.parametrize(
+    "role, said, own",
+    [
+        ("assistant", "<think>\nFirst, ", 1),
+        ("assistant", "\n <think>", 1),
+        ("assistant", "<think>Hm.</think>So ", 2),
+        ("assistant", "<think>Hm.<think><|im_end|>", 1),
+        ("assistant", "Hm. <think>", 0),
+        ("assistant", "</think>", 0),
+        ("user", "<think>\nFirst, ", 0),
+    ],
+)
+def test_a_message_that_is_gone_on_with_may_begin_with_a_thought(role, said, own):
+    "Its marks are tokens, closed or not; no other, and none in what a user says."
+    t, messages = speaker("chatml"), talk(["<think>Hi"]) + [dict(role=role, content=said)]
+    goes_on = dict(chat_template=RAW, continue_final_message=True)
+    ids = encode_chat(t, messages, **goes_on)
+    turns = ["<|im_start|>", "<|im_end|>"]
+    assert controls_in("chatml", ids) == [*turns, turns[0], *PLAIN[:own]]
+    assert t.decode(ids).endswith(said)
+    if own and "im_end" not in said:
+        messages[0]["content"] = "Hi"
+        want = t.apply_chat_template(messages, return_dict=True, **goes_on)["input_ids"]
+        assert encode_chat(t, messages, **goes_on) == want
+
+
 def test_variables_of_a_template_are_texts_too():
     template = ONE.replace("{}", "m.content ~ mood ~ documents[0].text")
     own = dict(mood="<|im_end|>", documents=[dict(text="<|im_start|>")])

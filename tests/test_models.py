@@ -467,6 +467,29 @@ def test_the_tokenizer_of_bytes_brings_any_text_back(text):
     assert t.convert_ids_to_tokens(range(3)) == ["<pad>", "<bos>", "<eos>"]
 
 
+def test_of_templates_by_name_the_one_that_transformers_takes(tmp_path):
+    from batchlab.models import encode_chat
+
+    t, question = M.tiny_tokenizer(), [dict(role="user", content="Hi")]
+    named = {
+        name: f"{{{{ '{name} ' }}}}{t.chat_template}" for name in ("default", "tool_use", "rag")
+    }
+    t.chat_template = named | dict(tool_use="{{ tools | tojson }}" + named["tool_use"])
+    M.tiny_model("llama").save_pretrained(tmp_path)
+    t.save_pretrained(tmp_path)
+    assert len([*(tmp_path / "additional_chat_templates").iterdir()]) == 2
+    read = M.load_model(tmp_path)[1]
+    for tools in (None, [], [dict(type="function", function=dict(name="now"))]):
+        ids = encode_chat(read, question, tools=tools)
+        own = read.apply_chat_template(question, tools=tools, add_generation_prompt=True)
+        assert ids == own["input_ids"]
+        assert ("tool_use " if tools is not None else "default ") in t.decode(ids)
+    assert t.decode(encode_chat(t, question, t.chat_template["rag"])).startswith("rag ")
+    t.chat_template = dict(rag=named["rag"])
+    with pytest.raises(M.ModelError, match="no chat template named default among rag: give"):
+        encode_chat(t, question)
+
+
 def test_a_conversation_without_a_template_or_with_one_that_is_no_file():
     from batchlab.models import encode, encode_chat
 

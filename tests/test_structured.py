@@ -1,6 +1,7 @@
 "Answers held to a form: every schema that is taken is kept, by any writer, and no other row notices."
 
 import copy, functools, json, random, re, sys
+from unittest import mock
 
 import jsonschema, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -508,6 +509,170 @@ def test_special_tokens_are_no_text():
     assert hidden and not x[0, [*hidden]].isfinite().any() and may_end(g, tokens_of("a"))
 
 
+# --- the tokenizer's own tokens
+
+TONES = [" positive", " negative", " neutral", " mixed"]
+WORDS = [
+    *(*TONES, "positive", "negative", "neutral", "mixed", "label"),
+    *('{"', '":"', '"}', " re", "ab", "abc", "ba"),
+]
+
+
+@functools.cache
+def cutting():
+    """An engine whose tokenizer has a token for each of `WORDS`, and for each beginning of one, as
+    large vocabularies do; the model is random, so that pieces are as likely as words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {w: i for i, w in enumerate(["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    merges = []
+    for word in WORDS:
+        letters = word.replace(" ", "Ġ")
+        for n in range(1, len(letters)):
+            if letters[: n + 1] not in vocab:
+                vocab[letters[: n + 1]] = len(vocab)
+                merges.append((letters[:n], letters[n]))
+    t = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    t.add_special_tokens(["<eos>"])
+    tok = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<eos>")
+    model = tiny_model("llama", num_hidden_layers=2, vocab_size=len(tok), eos_token_id=0)
+    model.generation_config.eos_token_id = 0
+    return LLM(model, tok, compile=False, max_num_seqs=8)
+
+
+def cut(text):
+    return cutting().tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+ASKED = [f"{'so ' * (i % 7)}review {i * i}: is" for i in range(60)]
+greedily = lambda **form: wish(temperature=0, max_tokens=40, **form)
+
+
+def test_a_choice_is_the_likeliest_label():
+    "That of `choose`, where a label is one token. By a grammar of characters alone it is in 25 of these 60."
+    held = greedily(choice=TONES)
+    outs = cutting().generate(ASKED, held)
+    best = [c.best for c in cutting().choose(ASKED, TONES)]
+    assert texts(outs) == best and len({*best}) == len(TONES)
+    assert ids(outs) == [[*cut(b), 0] for b in best]
+    assert ids(cutting().generate(p, held)[0] for p in ASKED[:6]) == ids(outs)[:6]
+
+
+BARE = [tone.strip() for tone in TONES]
+LABEL = '{"label":"'
+labelled = lambda d: dict(type="object", required=["label"], properties=dict(label=d))
+named = dict(type="object", properties={w: dict(type="null") for w in BARE})
+FORMS_OF_VALUES = dict(  # what stands before one of `BARE`, and the form
+    enum=(LABEL, dict(json=labelled(dict(enum=BARE)))),
+    const=(LABEL, dict(json=labelled(dict(anyOf=[dict(const=w) for w in BARE])))),
+    names=('{"', dict(json=named | dict(minProperties=1, maxProperties=1))),
+    regex=(LABEL, dict(regex=re.escape(LABEL) + f"({'|'.join(BARE)})")),
+    gbnf=(
+        LABEL,
+        dict(grammar=f"root ::= {json.dumps(LABEL)} ({' | '.join(map(json.dumps, BARE))})"),
+    ),
+)
+
+
+@pytest.mark.parametrize("before, form", FORMS_OF_VALUES.values(), ids=FORMS_OF_VALUES)
+def test_a_value_is_the_likeliest_too(before, form):
+    "As `choose` finds it behind what stands before it."
+    outs = cutting().generate(ASKED, greedily(**form))
+    n = len(cut(before))
+    assert [i[:n] for i in ids(outs)] == [cut(before)] * len(ASKED)
+    asked = [cutting().tokenizer(p)["input_ids"] + cut(before) for p in ASKED]
+    scores = cutting().choose(asked, [cut(w) for w in BARE])
+    assert [(i[n],) for i in ids(outs)] == [c.best for c in scores]
+
+
+def test_several_tokens_a_label():
+    "Those of transformers, which is told what may follow; where one label begins another, in any batch and with drafts, too."
+    labels = ["positive", "positive mixed", " re re", "", " re", "é<eos>", "mixed?"]
+    cuts = [[*cut("é<"), *cut("eos>")] if "<" in label else cut(label) for label in labels]
+    e, paths, want = cutting(), [[*c, 0] for c in cuts], []
+    for p in ASKED[:20]:
+        prompt = torch.tensor([e.tokenizer(p)["input_ids"]])
+
+        def allowed(row, written, start=prompt.shape[1]):
+            out = written[start:].tolist()
+            return [*{path[len(out)] for path in paths if path[: len(out)] == out}] or [0]
+
+        how = dict(do_sample=False, max_new_tokens=20, pad_token_id=0)
+        got = e.model.generate(
+            prompt, attention_mask=prompt * 0 + 1, prefix_allowed_tokens_fn=allowed, **how
+        )
+        want.append(got[0, prompt.shape[1] :].tolist())
+    outs = e.generate(ASKED[:20], greedily(choice=labels))
+    assert ids(outs) == want and 2 < len({*texts(outs)}) and {*texts(outs)} <= {*labels}
+    drafting = LLM(e.model, e.tokenizer, compile=False, max_num_seqs=3, speculation="lookup")
+    assert ids(drafting.generate(ASKED[:20], greedily(choice=labels))) == want
+    drawn = e.generate(ASKED[0], wish(choice=labels, n=20, seed=1))[0].outputs
+    assert len({o.text for o in drawn}) > 2
+    assert {tuple(o.token_ids) for o in drawn} <= {*map(tuple, paths)}
+
+
+def all_answers(**form):
+    "Each sequence of ids that the masks of `form` let through, up to its end."
+    e, found, todo = cutting(), [], [[]]
+    mask = Grammars(e.tokenizer, e.vocab_size, e.eos_ids).of(wish(**form))
+    while todo:
+        written = todo.pop()
+        x = mask.mask_(torch.zeros(1, e.vocab_size), written)[0]
+        some = x.isfinite().nonzero()[:, 0].tolist()
+        assert some, written
+        todo += [[*written, i] for i in some if i]
+        found += [written] * (0 in some)
+    return found
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.text('abc "\\é', max_size=5), min_size=1, max_size=8, unique=True),
+    pattern=st.sampled_from(["^ab?[01]$", "^(ab|b)+c?$", None]),
+)
+def test_each_value_can_still_be_written(values, pattern):
+    "Whatever it has in common with others, and with a pattern beside it; also in its own tokens."
+    either = [dict(enum=values), dict(type="string", pattern=pattern, maxLength=4)]
+    schema = dict(anyOf=either) if pattern else either[0]
+    found = all_answers(json=schema)
+    with mock.patch("batchlab.tasks.structured.own_cuts", lambda words, matcher, ids: ids):
+        every = all_answers(json=schema)
+    text_of = cutting().tokenizer.decode
+    assert {*map(text_of, found)} == {*map(text_of, every)}
+    assert all(cut(text_of(path)) in found for path in found)
+    assert len(found) <= len(every)
+
+
+def test_a_choice_that_the_tokenizer_would_change():
+    "A character that it takes for a space is written by its bytes; one that it lacks is refused."
+    from test_text import sentencepiece
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    def over(tok, eos):
+        model = tiny_model("llama", num_hidden_layers=1, vocab_size=len(tok), eos_token_id=eos)
+        model.generation_config.eos_token_id = eos
+        return LLM(model, tok, compile=False)
+
+    labels = ["▁", " the", "the", "<s>", "<0x41>", "é\n"]
+    for keeps in (True, False):
+        e = over(sentencepiece(keeps), 2)
+        for label in labels:
+            [out] = e.generate("the", greedily(choice=[label]))
+            assert out.error is None and out.outputs[0].text == label
+        asked = [wish(seed=i, choice=labels) for i in range(12)]
+        assert {*texts(e.generate(["the", "a", "12 ab"] * 4, asked))} <= {*labels}
+    few = Tokenizer(models.BPE(vocab={"<eos>": 0, "a": 1}, merges=[]))
+    few.decoder = decoders.ByteLevel()
+    few.add_special_tokens(["<eos>"])
+    e = over(PreTrainedTokenizerFast(tokenizer_object=few, eos_token="<eos>"), 0)
+    outs = e.generate(["a", "a"], [greedily(choice=["a"]), greedily(choice=["aa", "ab"])])
+    assert texts(outs)[0] == "a" and "'ab', which this tokenizer can't write" in outs[1].error
+
+
 def chat_line(i, **body):
     talk = [dict(role="user", content="who? " * (1 + i % 4))]
     body = dict(model="m", messages=talk, max_tokens=500, seed=i) | body
@@ -639,7 +804,8 @@ def test_a_grammar_that_can_not_go_on_says_why():
 
     rows = 'start: "a" ("b"' + "".join(f' | "c{i}"' for i in range(200)) + ")"
     limits, vocabulary = LLParserLimits(max_items_in_row=100), grammars().vocabulary
-    g = Grammar(LLMatcher(vocabulary, rows, log_level=0, limits=limits), llm().eos_ids)
+    matcher = LLMatcher(vocabulary, rows, log_level=0, limits=limits)
+    g = Grammar(vocabulary, matcher, llm().eos_ids)
     a = tokens_of("a")
     assert g.mask_(logits(), []).isfinite().any() and not g.mask_(logits(), a).isfinite().any()
     greedy = SamplingParams(temperature=0)
@@ -655,7 +821,11 @@ def test_looking_ahead_leaves_the_grammar_as_it_is():
 
     wide = 'start: "a" ("b"' + "".join(f' | "c{i}"' for i in range(200)) + ")"
     limits, vocabulary = LLParserLimits(max_items_in_row=100), grammars().vocabulary
-    make = lambda: Grammar(LLMatcher(vocabulary, wide, log_level=0, limits=limits), llm().eos_ids)
+
+    def make():
+        matcher = LLMatcher(vocabulary, wide, log_level=0, limits=limits)
+        return Grammar(vocabulary, matcher, llm().eos_ids)
+
     plain, g = make(), make()
     for draft in (tokens_of("ab"), tokens_of("ac1"), tokens_of("zz")):
         g.forced([]), g.fitting([], draft)

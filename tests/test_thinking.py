@@ -142,6 +142,9 @@ def test_a_form_is_for_the_answer(template, text, budget, thought):
     params = GREEDY | FORM | dict(thinking_token_budget=budget)
     reasoning, answer, reason = said(llm(template, text).chat(TALK, params)[0])
     assert (reasoning, reason) == (thought, "stop") and len(answer) == 2 and answer.isdigit()
+    params["structured_outputs"] = StructuredOutputsParams(choice=["no", "yes"])
+    reasoning, answer, reason = said(llm(template, text).chat(TALK, params)[0])
+    assert (reasoning, reason) == (thought, "stop") and answer in ("no", "yes")
 
 
 @needs_grammar
@@ -207,12 +210,40 @@ def test_answers_and_parts_of_the_api_have_thoughts():
     assert all(len(d.keys() & {"content", "reasoning"}) == 1 for d in found[1:] if d)
 
 
-def test_blanks_around_a_thought_are_left_out_of_the_answer():
+GOES_ON = dict(add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "begun, thought", [("<think>\n", "ab c"), ("<think>\na", "b c"), (" <think>a", "b c")]
+)
+def test_a_thought_that_was_begun_is_gone_on_with(begun, thought, tmp_path):
+    "By a call, a line of a file and the Messages API; with a limit, too."
+    from batchlab.jobs.run import run
+    from batchlab.serve.messages import conversation_of
+
+    talk, thinks = [*TALK, dict(role="assistant", content=begun)], llm(text="ab c</think>xyz")
+    [out] = thinks.chat(talk, GREEDY, **GOES_ON)
+    want = thinks.tokenizer.apply_chat_template(talk, **GOES_ON, return_dict=False)
+    assert [*out.prompt_token_ids] == want and said(out) == (thought, "xyz", "stop")
+    [cut] = thinks.chat(talk, GREEDY | dict(thinking_token_budget=1), **GOES_ON)
+    assert said(cut) == (thought[0], "xyz", "stop")
+    (tmp_path / "in.jsonl").write_text(json.dumps(dict(messages=talk, **GREEDY, **GOES_ON)))
+    run(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), model=thinks)
+    answered = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (answered["reasoning"], answered["text"]) == (thought, "xyz")
+    if not begun[-1:].isspace():  # which that API refuses
+        [out] = thinks.chat([conversation_of(None, talk)], GREEDY)
+        assert [*out.prompt_token_ids] == want and said(out) == (thought, "xyz", "stop")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_blanks_around_a_thought_are_left_out_of_the_answer(times):
+    "And a second mark right behind the first, as where a limit has closed a thought."
     t = tokenizer(OPENED)
     ids = lambda s: t(s, add_special_tokens=False)["input_ids"]
     marks = marks_of(t)
     text = Detokenizer(t, SamplingParams(), ids("?"), aside=Thought(marks, "thought"))
-    shown = [text.add(i) for i in [*ids("a é"), marks.close, *ids(" \n\n é b")]]
+    shown = [text.add(i) for i in [*ids("a é"), *[marks.close] * times, *ids(" \n\n é b")]]
     assert "".join([*shown, text.finish()]) == text.text == "é b"
     assert text.kept == "a é" and text.new_kept() == "a é" and text.new_kept() == ""
 

@@ -328,6 +328,9 @@ def test_templates_whose_calls_are_not_known(text):
 
 def test_models_without_tools():
     assert format_of(tiny_tokenizer()) is None and format_of(tiny_tokenizer(chat=False)) is None
+    named = tiny_tokenizer()
+    named.chat_template = dict(default=named.chat_template, tool_use=TEMPLATES["hermes"])
+    assert format_of(named) == fmt_of("hermes")
     with pytest.raises(BadRequest, match="not supported") as e:
         tool_params(SamplingParams(), None, check_tools(TOOLS))
     assert e.value.param == "tools"

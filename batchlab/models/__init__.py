@@ -23,7 +23,7 @@ from batchlab.errors import (
     UnsupportedModelError,
 )
 from .fetch import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL, find_model
-from .control import check_no_control, ids_apart
+from .control import check_no_control, ids_apart, own_thought
 from .lengths import SHORT, chars_in, check_length
 from batchlab.models.load import (
     cache_dir,
@@ -130,14 +130,21 @@ def as_templates_know(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return known
 
 
-def _template_of(tokenizer: PreTrainedTokenizerBase, template: Any) -> str:
-    "The `template` that was given, or that of `tokenizer`, as it is now. Raises `ModelError`."
-    if found := template_text(template) or getattr(tokenizer, "chat_template", None):
+def _template_of(tokenizer: PreTrainedTokenizerBase, template: Any, tools: list | None) -> str:
+    """The `template` that was given, or that of `tokenizer`, as it is now: of several by name
+    `tool_use` with `tools`, else `default`. Raises `ModelError`."""
+    found, lacks = template_text(template) or getattr(tokenizer, "chat_template", None), ""
+    if isinstance(found, dict):
+        lacks = f" named default among {', '.join(found)}"
+        name = "tool_use" if tools is not None and "tool_use" in found else "default"
+        found = found.get(name)
+    if found:
         return found
     raise ModelError(
-        "this tokenizer has no chat template: give plain prompts, {option}, or use an "
+        "this tokenizer has no chat template{lacks}: give plain prompts, {option}, or use an "
         "instruct model",
         option=Option("chat_template"),
+        lacks=lacks,
     )
 
 # %% ../../nbs/3_models/09_models.ipynb #plaindat1
@@ -191,6 +198,9 @@ def _apply_template(
         raise ValueError("it knows no tools: leave them out, or give a chat_template")
     own = {k: v for k, v in options.items() if k not in _OUR_OPTIONS | _TOKENIZING}
     own = plain_data(own | dict(messages=messages, tools=_as_schemas(options["tools"])))
+    last = own["messages"][-1]
+    if options["continue_final_message"] and last["role"] == "assistant":
+        last["content"] = own_thought(last.get("content"), goes_on=True)
     if cuts or allow_special:
         if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
             text = apply(messages, **options | dict(tokenize=False, return_dict=False))
@@ -355,13 +365,14 @@ def encode_chat(
 
     `messages`: dicts with `role` and `content`; `chat_template`: another one, text or a file;
     `tools`: functions or their JSON schemas; `continue_final_message`: the answer goes on with
-    the last message, instead of a turn of its own; `max_len`: tokens of which there must be
-    fewer, which is only looked at where it spares the tokenizer a long text; `allow_special`:
-    control tokens may be typed in the messages; further arguments go to the template. Raises `ModelError` if there is no tokenizer or no template,
+    the last message, instead of a turn of its own, and with a thought that it begins with;
+    `max_len`: tokens of which there must be fewer, which is only looked at where it spares the
+    tokenizer a long text; `allow_special`: control tokens may be typed in the messages; further
+    arguments go to the template. Raises `ModelError` if there is no tokenizer or no template,
     `PromptError` if the template refuses the messages, `PromptTooLongError`."""
     tokenizer = _need_tokenizer(tokenizer)
-    template = _template_of(tokenizer, chat_template)
-    if bad := bad_message(messages) or unknown_role(messages, str(template)):
+    template = _template_of(tokenizer, chat_template, tools)
+    if bad := bad_message(messages) or unknown_role(messages, template):
         raise PromptError(bad)
     opened = add_generation_prompt and not continue_final_message
     if opened and messages[-1]["role"] == "assistant":

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'PartlyOurs', 'Controls', 'controls_of', 'stain_of', 'stained',
-           'written_apart', 'holds_control', 'check_no_control', 'ids_apart']
+__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'PartlyOurs', 'own_thought', 'Controls', 'controls_of',
+           'stain_of', 'stained', 'written_apart', 'holds_control', 'check_no_control', 'ids_apart']
 
 # %% ../../nbs/3_models/control.ipynb #ctl00008
 THOUGHTS = (  # the marks between which models write what they think
@@ -121,16 +121,17 @@ def _stained(x: Any, put: Put, named: bool = False) -> Any:
     return [_stained(v, put) for v in x] if isinstance(x, (list, tuple)) else x
 
 
-def _own_thought(content: Any) -> Any:
-    "`content` of an answer, in which the marks of a thought that it begins with are ours."
+def own_thought(content: Any, goes_on: bool = False) -> Any:
+    """`content` of an answer, in which the marks of a thought that it begins with are ours;
+    `goes_on`: also that of a thought which is not over."""
     if not isinstance(content, str):
         return content
     (text, ours), *rest = content.parts if isinstance(content, PartlyOurs) else [(content, False)]
     for begin, end in THOUGHTS:
         said, closed, answer = text.partition(end)
-        if closed and not ours and said.lstrip().startswith(begin):
+        if (closed or goes_on) and not ours and said.lstrip().startswith(begin):
             blank, _, thought = said.partition(begin)
-            marked = (blank + begin, True), (thought, False), (end, True), (answer, False)
+            marked = (blank + begin, True), (thought, False), (closed, True), (answer, False)
             return PartlyOurs.of(*marked, *rest)
     return content
 
@@ -285,7 +286,7 @@ def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dic
             return _stained(m, put)
         if thoughts:
             return _stained(m, _around_thoughts(put))
-        return _stained({k: _own_thought(v) if k == "content" else v for k, v in m.items()}, put)
+        return _stained({k: own_thought(v) if k == "content" else v for k, v in m.items()}, put)
 
     messages = [message(m) for m in given["messages"]]
     return out | dict(messages=messages)

@@ -334,7 +334,7 @@ def _wanted(files, weights=True):
         "safetensors" if any(f.endswith(".safetensors") and "/" not in f for f in files) else "bin"
     )
     keep = [*[f"*.{kind}"] * weights, "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-    step = r"\d+_\w+/(config\.json%s)" % (
+    step = r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/(config\.json%s)" % (
         r"|model\.safetensors|pytorch_model\.bin" if weights else ""
     )  # of sentence-transformers
     return [

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import functools, itertools, json, math, re, secrets
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from urllib.parse import unquote
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'WHITESPACE', 'LONGEST', 'MOST',
-           'LONGEST_TEXT', 'vocabulary', 'pattern_text', 'check_schema', 'grammar_text', 'check_wish', 'Grammar',
-           'Grammars', 'grammar_for']
+           'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'pattern_text', 'check_schema', 'grammar_text', 'check_wish',
+           'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammar_for']
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a5cae600
 def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
@@ -654,33 +655,31 @@ def _schema_of(s: StructuredOutputsParams) -> dict[str, Any]:
     return d
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #1298bc20-2
+def _short(kind: str, v: str) -> str:
+    "`v`, what a form of this `kind` says, if it isn't too long to be held. Raises `ParamError`."
+    most = LONGEST if kind == "regex" else MOST
+    if len(v) > most:
+        raise ParamError(
+            why=f"has over {most:,} characters: shorten it", field=f"structured_outputs.{kind}"
+        )
+    if kind != "regex" and any(len(m[0]) > LONGEST_TEXT for m in _TEXT.finditer(v)):
+        raise ParamError(
+            why=f"has a text of over {LONGEST_TEXT:,} characters: shorten it",
+            field=f"structured_outputs.{kind}",
+        )
+    return v
+
+
 def grammar_text(s: StructuredOutputsParams) -> str:
-    "What the library compiles for `s`. Raises `ParamError`, and whatever the library does."
+    """What the library compiles for `s`, unless that is a choice. Raises `ParamError`, and
+    whatever the library does."""
     from llguidance import LLMatcher, grammar_from
 
     of_json = s.kind in ("json", "json_object")
-    v = (
-        json.dumps(check_schema(_schema_of(s)) if of_json else s.choice)
-        if of_json or s.choice
-        else getattr(s, s.kind)
-    )
-    most = LONGEST if s.kind == "regex" else MOST
-    if len(v) > most:
-        raise ParamError(
-            why=f"has over {most:,} characters: shorten it",
-            field=f"structured_outputs.{s.kind}",
-        )
-    if s.kind != "regex" and any(len(m[0]) > LONGEST_TEXT for m in _TEXT.finditer(v)):
-        raise ParamError(
-            why=f"has a text of over {LONGEST_TEXT:,} characters: shorten it",
-            field=f"structured_outputs.{s.kind}",
-        )
+    v = json.dumps(check_schema(_schema_of(s))) if of_json else getattr(s, s.kind)
+    _short(s.kind, v)
     if s.kind == "regex":
         return grammar_from("regex", v)
-    if s.choice:
-        return grammar_from(
-            "lark", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, s.choice))
-        )  # one word, however many
     if s.kind == "grammar":
         return (
             grammar_from("lark", v)
@@ -756,9 +755,11 @@ def _failure(s: StructuredOutputsParams, said: str) -> ParamError:
 
 
 def check_wish(s: StructuredOutputsParams) -> None:
-    "Raise `ParamError` if no grammar can hold an answer to `s`."
+    "Raise `ParamError` if no grammar can hold an answer to `s`; a choice needs none."
     from llguidance import LLMatcher
 
+    if s.choice:
+        return
     try:
         said = LLMatcher.validate_grammar(grammar_text(s), None, limits=_limits())
     except ParamError:
@@ -768,17 +769,124 @@ def check_wish(s: StructuredOutputsParams) -> None:
     if said:
         raise _failure(s, said)
 
+# %% ../../nbs/5_tasks/30_structured.ipynb #cut00005
+FEW, STATES = 256, 64  # ids that are looked at one by one; states of a grammar behind them
+
+
+def _next_ids(matcher: LLMatcher) -> list[int]:
+    "The ids that `matcher` lets come next, [] if it can't go on."
+    bias = matcher.compute_logit_bias()
+    if matcher.is_error():
+        return []
+    return torch.frombuffer(bytearray(bias), dtype=torch.uint8).nonzero()[:, 0].tolist()
+
+
+def _fitting(begins: dict[int, bytes], text: bytes) -> set[int]:
+    "Those ids of `begins` that begin `text`, or begin with it."
+    return {i for i, w in begins.items() if w and (w.startswith(text) or text.startswith(w))}
+
+
+def _first_of(words: LLTokenizer, begins: dict[int, bytes], text: bytes, ends: bool) -> set[int]:
+    """The id of `begins` with which the tokenizer begins `text`, as a set; empty if that depends on
+    what comes behind. `ends`: nothing does."""
+    some = _fitting(begins, text)
+    if len(some) < 2:
+        return some
+    first = words.tokenize_bytes(text)[0]
+    inside = len(begins.get(first, text)) < len(text) >= max(len(begins[i]) for i in some)
+    return some & {first} if ends or inside else set()
+
+
+def own_cuts(words: LLTokenizer, matcher: LLMatcher, ids: list[int]) -> list[int]:
+    """Those of `ids`, all that `matcher` lets come next, with which the tokenizer of `words`
+    begins one of the texts that may come.
+
+    Where a text is not known far enough, each id that begins it stays: all that the grammar
+    allows can still be written."""
+    spell = lambda some: {
+        i: b"" if words.is_special_token(i) else words.decode_bytes([i]) for i in some
+    }
+    begins = spell(ids)
+    in_order = sorted(begins.values())
+    if not any(a and b.startswith(a) for a, b in itertools.pairwise(in_order)):
+        return ids  # none is a piece of another
+    kept = {i for i, w in begins.items() if not w}  # the end, and tokens that are no text
+    todo, seen = [(matcher, b"", begins)], 0
+    while todo:
+        state, text, some = todo.pop()
+        seen += 1
+        if seen > STATES or not 0 < len(some) <= FEW or any(w[:1] == b"\n" for w in some.values()):
+            kept |= _fitting(begins, text)  # too many texts, as white space between parts of JSON
+            continue
+        if text and not all(some.values()):
+            kept |= _first_of(words, begins, text, True) or _fitting(begins, text)
+        last = b"\n"
+        for w, i in sorted((w, i) for i, w in some.items() if w):
+            if w.startswith(last):
+                continue  # texts that begin so are found behind the shorter token
+            last = w
+            child = state.deep_copy()
+            child.consume_token(i)
+            forced = child.compute_ff_bytes()
+            whole = text + w + forced
+            if found := _first_of(words, begins, whole, False):
+                kept |= found
+            else:
+                child.consume_tokens(words.tokenize_bytes(forced))
+                todo.append((child, whole, spell(_next_ids(child))))
+    return [i for i in ids if i in kept]
+
+# %% ../../nbs/5_tasks/30_structured.ipynb #cut00008
+class LabelMask:
+    """Lets a row write one of some texts in its own tokens, one of `paths`, and an end behind it;
+    for `SamplingRow.grammar`."""
+
+    def __init__(self, paths: Iterable[Sequence[int]], eos_ids: Collection[int]) -> None:
+        self.paths, self.eos_ids = sorted({(*path,) for path in paths}), [*eos_ids]
+
+    def next_ids(self, output_ids: Sequence[int]) -> list[int]:
+        "The ids that may follow `output_ids`."
+        written, found = (*output_ids,), list[int]()
+        i = bisect_left(self.paths, written)
+        if self.paths[i : i + 1] == [written]:
+            found += self.eos_ids
+            i += 1
+        while i < len(self.paths) and self.paths[i][: len(written)] == written:
+            found.append(self.paths[i][len(written)])
+            i = bisect_left(self.paths, (*written, found[-1] + 1), i)
+        return found
+
+    def forced(self, output_ids: list[int]) -> list[int]:
+        "The ids that must come behind `output_ids`; [] where there is a choice."
+        found = list[int]()
+        while len(ids := self.next_ids(output_ids + found)) == 1:
+            found += ids
+        return found
+
+    def fitting(self, output_ids: list[int], ids: list[int]) -> int:
+        "How many of `ids` may follow `output_ids`, one behind the other."
+        fits = (i in self.next_ids(output_ids + ids[:n]) for n, i in enumerate(ids))
+        return sum(itertools.takewhile(bool, fits))
+
+    def mask_(self, x: torch.Tensor, output_ids: list[int]) -> torch.Tensor:
+        "Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`."
+        ids = [i for i in self.next_ids(output_ids) if i < x.shape[1]]
+        kept = x[:, ids]
+        x.fill_(-math.inf)
+        x[:, ids] = kept
+        return x
+
 # %% ../../nbs/5_tasks/30_structured.ipynb #3fe17f98
 class Grammar:
     """Says which ids may follow those that a row has written, by the state of `matcher`; for
-    `SamplingRow.grammar`.
+    `SamplingRow.grammar`. `words`: the texts of the ids.
 
     `why`: why nothing may follow, where the grammar itself is at fault."""
 
     why = ""
 
-    def __init__(self, matcher: LLMatcher, eos_ids: Collection[int]) -> None:
-        self.matcher, self.eos_ids, self.seen = matcher, eos_ids, []
+    def __init__(self, words: LLTokenizer, matcher: LLMatcher, eos_ids: Collection[int]) -> None:
+        self.words, self.matcher, self.eos_ids, self.seen = words, matcher, eos_ids, []
 
     def follow(self, output_ids: list[int]) -> bool:
         "Stand behind `output_ids`; whether they are all allowed and something may follow."
@@ -810,7 +918,11 @@ class Grammar:
             self.why = f"structured_outputs: the grammar can not go on after {len(output_ids)} tokens: {_said(self.matcher)}"
         if bias is None or self.why:
             return x.fill_(-math.inf)
-        allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[: x.shape[1]].to(x.device)
+        allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[: x.shape[1]]
+        if 1 < allowed.count_nonzero() <= FEW:
+            own = own_cuts(self.words, self.matcher, allowed.nonzero()[:, 0].tolist())
+            allowed = torch.zeros_like(allowed).index_fill_(0, torch.tensor(own), 1)
+        allowed = allowed.to(x.device)
         x[:, : len(allowed)].masked_fill_(allowed == 0, -math.inf)
         x[:, len(allowed) :] = -math.inf
         return x
@@ -821,8 +933,8 @@ def _said(matcher: LLMatcher) -> str:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #4db85301
 class Grammars:
-    """Makes a `Grammar` for each row that asks, over the vocabulary of `tokenizer`; keeps the 64
-    that it compiled last."""
+    """Makes a `Grammar` or a `LabelMask` for each row that asks, over the vocabulary of
+    `tokenizer`; keeps the 64 that it compiled last."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, eos_ids
@@ -836,9 +948,26 @@ class Grammars:
     def vocabulary(self) -> LLTokenizer:
         return self._vocabulary[0]
 
-    def _compile(self, kind: str, form: str, tight: bool) -> LLMatcher:
+    def _labels(self, texts: list[str]) -> LabelMask:
+        "What holds a row to one of `texts`. Raises `ParamError` for one that can't be written."
+        words, paths = self.vocabulary, []
+        for text in texts:
+            spelled = text.encode()
+            cuts = (cut(text) for cut in (words.tokenize_str, words.greedy_tokenize))
+            path = next((c for c in cuts if words.decode_bytes(c) == spelled), None)
+            if path is None:
+                why = f"has {text!r:.60}, which this tokenizer can't write: leave it out"
+                raise ParamError(why=why, field="structured_outputs.choice")
+            paths.append(path)
+        return LabelMask(paths, self.eos_ids)
+
+    def _compile(self, kind: str, form: str, tight: bool) -> Callable[[], Grammar | LabelMask]:
+        "What makes a mask for one more row."
         from llguidance import LLMatcher
 
+        if kind == "choice":
+            labels = self._labels(json.loads(_short(kind, form)))
+            return lambda: labels
         s, names = (
             StructuredOutputsParams(**{kind: json.loads(form)}, disable_any_whitespace=tight),
             self._vocabulary[1],
@@ -856,17 +985,15 @@ class Grammars:
             matcher.compute_bitmask()  # a grammar too wide for its first token
         if matcher.is_error():
             raise _failure(s, matcher.get_error())
-        return matcher
+        return lambda: Grammar(self.vocabulary, matcher.deep_copy(), self.eos_ids)
 
-    def of(self, params: SamplingParams) -> Grammar:
-        "A new `Grammar` for `params.structured_outputs`. Raises `ParamError`."
+    def of(self, params: SamplingParams) -> Grammar | LabelMask:
+        "What holds a new row to `params.structured_outputs`. Raises `ParamError`."
         s = params.structured_outputs
         assert s is not None and self.vocabulary is not None
         try:
             form = json.dumps(_schema_of(s) if s.kind == "json" else getattr(s, s.kind))
-            return Grammar(
-                self.compiled(s.kind, form, s.disable_any_whitespace).deep_copy(), self.eos_ids
-            )
+            return self.compiled(s.kind, form, s.disable_any_whitespace)()
         except BatchlabError:
             raise
         except Exception as e:
@@ -876,9 +1003,9 @@ class Grammars:
             ) from e
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #gramf001
-def grammar_for(llm: LoadedModel, params: SamplingParams) -> Grammar | None:
-    """A new grammar that holds a row to `params.structured_outputs`, or None if it asks for
-    none. Raises `ParamError`."""
+def grammar_for(llm: LoadedModel, params: SamplingParams) -> Grammar | LabelMask | None:
+    """What holds a new row to `params.structured_outputs`, None if it asks for no form. Raises
+    `ParamError`."""
     if params.structured_outputs is None:
         return None
     if llm.grammars is None:

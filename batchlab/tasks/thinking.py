@@ -87,15 +87,16 @@ class Thought:
     "Tells the tokens of a thought from those of the answer after it; `place`: where the next stands."
 
     def __init__(self, marks: Marks, place: Place) -> None:
-        self.marks, self.place = marks, place
+        self.marks, self.place, self.closed = marks, place, False  # by the last token
 
     def take(self, token_id: int) -> bool | None:
         "False for a token of the thought, None for a mark, True for a token of the answer."
-        if self.place == "thought":
-            if token_id != self.marks.close:
-                return False
+        self.closed = token_id == self.marks.close and (self.closed or self.place == "thought")
+        if self.closed:
             self.place = "answer"
             return None
+        if self.place == "thought":
+            return False
         if self.place == "start" and token_id == self.marks.open:
             self.place = "thought"
             return None
