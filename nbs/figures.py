@@ -3,8 +3,8 @@
 A chapter writes one round of a measurement as a function, and `figure` makes a `Figure` of it. Its record, a file in `measured/`,
 names the function and its inputs, and says on which machine it ran, when, with which versions, and every round. A claim is checked on the
 record each time that the chapter runs. Code may change without a new measurement: a drawing says on which day it was measured, and
-whether the function that measured it has changed since; `.ci/figures --list` says so of the engine. `.ci/figures` measures anew; a reader calls `measure()` in the notebook, and the
-next drawing shows both."""
+whether the engine or the function that measured it has changed since. `.ci/figures` measures anew; a reader calls `measure()` in the
+notebook, and the next drawing shows both."""
 
 import ast, functools, hashlib, inspect, json, math, os, platform, textwrap, time
 from collections.abc import Iterable, Mapping, Sequence
@@ -153,6 +153,15 @@ def engine():
     return found.hexdigest()[:12]
 
 
+def dated(record, other_function=False):
+    "The day of a record, and in parentheses what has changed since."
+    changed = {None: ["the record does not name its engine"], engine(): []}.get(
+        record.get("engine"), ["the engine's code has changed since"]
+    )
+    changed += ["the measuring function has changed since"] * other_function
+    return f"{record['date']} ({'; '.join(changed)})" if changed else record["date"]
+
+
 def inputs_of(run):
     "`{parameter: value}` of what a round is called with: the defaults of its function."
     defaults = {k: p.default for k, p in inspect.signature(run).parameters.items()}
@@ -199,6 +208,7 @@ class Figure:
             run.__name__,
             (run.__doc__ or run.__name__).strip().splitlines()[0].rstrip("."),
         )
+        self.code = code_of(inspect.getsource(run))
         self.file, self.own = FOLDER / f"{self.name}.json", None
         self.recorded = (
             json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else None
@@ -213,7 +223,7 @@ class Figure:
             inputs=inputs_of(self.run),
             by=self.by,
             command=f".ci/figures {self.name}",
-            code=code_of(inspect.getsource(self.run)),
+            code=self.code,
             engine=engine(),
             date=f"{date.today()}",
             machine=machine(),
@@ -264,20 +274,15 @@ class Figure:
         mine = dict(function=self.name, inputs=inputs_of(self.run), by=self.by)
         return mine == {k: self.recorded.get(k) for k in mine}
 
-    def older(self, record):
-        "Whether the function that measured `record` is no longer the one that is here."
-        return code_of(inspect.getsource(self.run)) != record.get("code")
-
     @property
     def caption(self):
         "What ran, where and when, in a line."
 
         def said(r):
             m, v = r["machine"], r["versions"]
-            when = f"with earlier code on {r['date']}" if self.older(r) else r["date"]
             return (
-                f"{len(r['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, "
-                f"measured {when}, torch {v['torch']}, batchlab {v['batchlab']}"
+                f"{len(r['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, torch {v['torch']}, "
+                f"batchlab {v['batchlab']}, measured {dated(r, self.code != r.get('code'))}"
             )
 
         mine = f" Yours: {said(self.own)}." if self.own else ""
@@ -352,6 +357,19 @@ def figure(by, rounds=5, claims=None):
     return make
 
 
+def recorded(name):
+    "The figure `name` of another chapter, as its record has it; it is measured there."
+    about = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+    def run():
+        raise RuntimeError(f"{name} is measured in its own chapter: .ci/figures {name}")
+
+    run.__name__, run.__doc__ = name, about["title"]
+    of_another = Figure(run, about["by"], len(about["rounds"]), {})
+    of_another.code = about["code"]
+    return of_another
+
+
 RUNGS = {  # of the ladder, `{rung: the chapter that builds it}`
     "no cache": "01",
     "a KV cache": "01",
@@ -385,7 +403,7 @@ def ladder(chapter: str = "") -> Picture:
     }
     m = record["machine"]
     n = record["inputs"]["num_requests"]
-    caption = f"Median of {len(record['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, {record['date']}: {record['command']}"
+    caption = f"Median of {len(record['rounds'])} rounds on {m['cpu']}, {m['threads']} threads, {dated(record)}: {record['command']}"
     title = f"The ladder: output tokens a second, the same {n} requests"
     key = {"here": ("decode", ""), "there": ("held", "")}
     return bars(rows, key, "tokens a second", notes, title, caption=caption)

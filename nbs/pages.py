@@ -2,7 +2,7 @@
 
 A table is made from the code that it describes, whenever its page runs; `tests/test_docs.py` runs the pages and compares."""
 
-import argparse, ast, contextlib, importlib, inspect, io, json, re, shlex
+import argparse, ast, contextlib, functools, importlib, inspect, io, json, re, shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -107,6 +107,57 @@ def commands(text: str) -> Iterator[str]:
                     words = []
                 else:
                     words.append(word)
+
+
+@functools.cache
+def there() -> tuple[set[str], set[str], set[str]]:
+    "The flags of all commands, the server's routes with ID for what varies, and the names of all attributes and functions."
+    import batchlab
+    from batchlab.cli.flags import COMMANDS
+
+    files = Path(batchlab.__file__).parent.rglob("*.py")
+    source = "".join(p.read_text(encoding="utf-8") for p in files)
+    flags = {s for c in COMMANDS for a in actions(c) for s in a.option_strings}
+    routes = {re.sub(r"\{.*?\}", "ID", r) for r in re.findall(r'"(/v1/[^"]*)"', source)}
+    return flags, routes, {*re.findall(r"(?:\bself\.|\bdef )(\w+)", source)}
+
+
+def misused(node: ast.AST, attributes: set[str]) -> Iterator[str]:
+    "Arguments that a call in prose has and its function has not; attributes of an `LLM` that no code has."
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("llm", "allm"):
+        if node.attr not in attributes:
+            yield ast.unparse(node)
+    elif isinstance(node, ast.Call):
+        name, _, rest = ast.unparse(node.func).partition(".")
+        of_class = name in ("llm", "allm", "batchlab") and rest.isidentifier()
+        if of_class or name.endswith(("LLM", "Params")) and not rest:
+            taken = inspect.signature(find(node.func)).parameters.values()
+            known = {p.name for p in taken}
+            if not any(p.kind == p.VAR_KEYWORD for p in taken):
+                yield from (
+                    f"{name}({k.arg}=…)" for k in node.keywords if k.arg and k.arg not in known
+                )
+
+
+def misnamed(text: str) -> Iterator[str]:
+    "Commands, flags, routes and arguments that prose names and that are not there."
+    flags, routes, attributes = there()
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    for line in [*commands(text), *(s for s in spans if re.match("batchlab [a-z]", s))]:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                check_command(line)
+        except SystemExit:  # of --help
+            continue
+        except Exception as e:  # but a span may leave out what a command needs
+            if not re.search("required|needs|expected one argument", str(e)):
+                yield f"{line}: {e}"
+    named = {f for s in spans if s.startswith("--") for f in re.findall(r"--[a-z][\w-]*", s)}
+    yield from (named - flags) | ({*re.findall(r"/v1/[\w/]+", text)} - routes)
+    for code in [*spans, *re.findall(r"```python\n(.*?)```", text, re.S)]:
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse("" if "vllm" in code else code)):
+                yield from misused(node, attributes)
 
 
 def check_page(name: str) -> dict[str, int]:

@@ -42,6 +42,79 @@ def test_each_round_of_a_record_measures_the_same_rows_each_once(name):
     assert all(one == rows[0] and len({*one}) == len(one) for one in rows)
 
 
+def test_what_captions_say_of_the_engine_is_so():
+    for p in BOOK["notebooks"]():
+        for cell in BOOK["read"](p)["cells"]:
+            for name in {*MEASURE.captioned(cell)}:
+                record = json.loads(
+                    (ROOT / f"nbs/measured/{name}.json").read_text(encoding="utf-8")
+                )
+                said = [text for out in cell["outputs"] for text in BOOK["shown"](out)]
+                dated = figures.dated(record).removesuffix(")")
+                assert any(dated in text for text in said), f"{p.stem}: run .ci/figures --redraw"
+
+
+class Tables(dict):
+    "The table of each record, by the figure's name: its medians, or the least or the most of its rounds."
+
+    def __init__(self, kind="median", **more):
+        super().__init__(more)
+        self.kind = kind
+
+    def __missing__(self, name):
+        return figures.recorded(name).frame(self.kind)
+
+    __getattr__ = __missing__
+
+
+NUMBER = r"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?)"
+MARKED = re.compile(NUMBER + "<!-- (.+?) -->")
+UNMARKED = re.compile(NUMBER + r"(?=%|\s(?:times|ms)\b)")
+
+
+def untrue(number, code, drawn=None):
+    "What a number in prose should be, by the code behind it, `t` the table of the figure drawn last; '' if it is that."
+    if code == "counted":
+        return ""
+    tables = Tables(least=Tables("min"), most=Tables("max"), round=round)
+    tables |= dict(t=figures.recorded(drawn).table) if drawn else {}
+    digits = len(number.partition(".")[2])
+    said = f"{float(eval(code, {}, tables)):,.{digits}f}"
+    return "" if said == number else f"{number}, and the record has {said}: {code}"
+
+
+@pytest.mark.parametrize("path", BOOK["notebooks"](), ids=lambda p: p.stem)
+def test_numbers_of_records_in_prose_are_those_of_the_records(path):
+    drawn, wrong = [], []
+    for cell in BOOK["read"](path)["cells"]:
+        text = re.sub(r"```.*?```|(?<!<!-- )`[^`\n]*`|\]\([^)]*\)", "", cell["source"], flags=re.S)
+        if cell["cell_type"] == "code":
+            drawn += MEASURE.captioned(cell)
+            continue
+        if text.startswith("#"):
+            drawn = []
+        wrong += filter(None, (untrue(*found, *drawn[-1:]) for found in MARKED.findall(text)))
+        wrong += [f"{n} has no <!-- … --> behind it" for n in UNMARKED.findall(text) if drawn]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("0.2<!-- 100 * (t.perplexity.int8 / t.perplexity.fp32 - 1) -->% more", ""),
+        ("0.4<!-- 100 * (t.perplexity.int8 / t.perplexity.fp32 - 1) -->% more", "has 0.2"),
+        ("6,974<!-- int8_perplexity.tokens.int8 --> tokens", "has 6,794"),
+        ("0.085<!-- least.int8_product_time.ms[8, 'int8'] --> ms", ""),
+    ],
+)
+def test_a_number_that_a_record_does_not_have_is_found(text, said):
+    [found] = MARKED.findall(text)
+    assert said in untrue(*found, "int8_perplexity") and bool(said) == bool(
+        untrue(*found, "int8_perplexity")
+    )
+    assert not UNMARKED.findall(text) and UNMARKED.findall("0.2% more, 3 times") == ["0.2", "3"]
+
+
 CHAPTER = """from figures import figure
 
 @figure(by='rows', rounds=3, claims={'two cost less than twice one': lambda t: t.ms[2] < %s * t.ms[1]})
@@ -132,12 +205,19 @@ def test_a_claim_is_checked_on_the_record_each_time(figure):
 def test_code_may_change_and_inputs_may_not(figure):
     figure().record()
     f = figure()
-    assert f.recorded["inputs"] == dict(rows=[1, 2]) and "earlier code" not in f.caption
+    assert f.recorded["inputs"] == dict(rows=[1, 2]) and "since" not in f.caption
 
     def speed(rows=(1, 2)):
         return [dict(n=n, ms=n * 1.0) for n in rows]
 
-    assert "measured with earlier code on 2" in figures.figure("n")(speed).caption
+    assert "(the measuring function has changed since)" in figures.figure("n")(speed).caption
+    for engine, said in (
+        ("0" * 12, "the engine's code has changed since"),
+        (None, "does not name"),
+    ):
+        f.recorded["engine"] = engine
+        assert said in f.caption and "function" not in f.caption
+    assert figures.recorded("speed").caption == figures.figure("n")(f.run).caption
     for other in (dict(rows=(1, 3)), dict(by="rows")):
         with pytest.raises(AssertionError, match=r"other inputs: run \.ci/figures"):
             figure(**other)

@@ -1,6 +1,6 @@
 "`batchlab` in processes of its own, with a tiny model: pipes, signals, exit statuses."
 
-import argparse, json, os, re, signal, subprocess, sys, time
+import argparse, json, os, re, shlex, signal, subprocess, sys, time
 import pytest
 
 from helpers import but_compiler
@@ -357,8 +357,8 @@ def test_a_chat_template_of_ones_own(model, tmp_path, said, form, command):
     given = str(tmp_path / "own.jinja") if form == "file" else TEMPLATE
     write_lines(tmp_path / "in.jsonl", dict(prompt="Hi there"))
     want = len(tiny_tokenizer()("<user> Hi there\n")["input_ids"])
-    args = f"-i {tmp_path}/in.jsonl --chat -o {tmp_path}/o.jsonl --model {model} --max-tokens 2"
-    status, err = said(command, *args.split(), "--chat-template", given)
+    files = "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "o.jsonl"), "--model", model
+    status, err = said(command, *files, "--chat", "--max-tokens", "2", "--chat-template", given)
     assert status == 0, err
     assert rows(tmp_path / "o.jsonl")[0]["usage"]["prompt_tokens"] == want
 
@@ -428,7 +428,8 @@ def test_settings_are_tried_on_the_model_before_a_line_is(
     pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
     write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
     out = tmp_path / "o.jsonl"
-    refuses(f"{command} -i {tmp_path}/in.jsonl -o {out} --model {model} {flags}", words)
+    files = "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", model
+    refuses([command, *files, *flags.split()], words)
     assert not (out.exists() and out.read_text())
 
 
@@ -508,8 +509,11 @@ def test_closed_standard_output_is_said_before_anything_else(args, refuses, monk
 @posix
 def test_a_job_needs_no_standard_streams(model, tmp_path):
     write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
-    command = f"exec {sys.executable} -m batchlab.cli run -i in.jsonl -o out.jsonl --model {model} --max-tokens 2 <&- >&- 2>&-"
-    p = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=ENV, timeout=50)
+    files = "-i", "in.jsonl", "-o", "out.jsonl", "--model", model
+    command = shlex.join([sys.executable, "-m", "batchlab.cli", "run", *files, "--max-tokens", "2"])
+    p = subprocess.run(
+        ["sh", "-c", f"exec {command} <&- >&- 2>&-"], cwd=tmp_path, env=ENV, timeout=50
+    )
     assert p.returncode == 0 and len(rows(tmp_path / "out.jsonl")) == 1
 
 

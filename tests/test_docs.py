@@ -27,6 +27,15 @@ def test_chapter_map():
     assert linked == {p.relative_to(ROOT / "nbs").as_posix() for p in BOOK["chapters"]()}
 
 
+def test_next_leads_to_the_chapter_after():
+    "Where it leads anywhere: no chapter is skipped."
+    chapters = [p for p in BOOK["chapters"]() if p.parent.name != "reference"]
+    for p, after in zip(chapters, chapters[1:]):
+        text = "\n\n".join(BOOK["cells"](p, "markdown"))
+        [*said] = re.findall(r"\*Next\*: (.*?\.ipynb.*?)(?:\n\n|$)", text, re.S)
+        assert all(after.name in s for s in said), f"{p.stem}: {said}"
+
+
 def shown(path):
     "Every text that the outputs of a notebook show."
     for c in BOOK["read"](path)["cells"]:

@@ -1,6 +1,6 @@
 "Jobs killed, starved, fed with rubbish and run twice: every line has one record, and every good line its answer."
 
-import csv, functools, gzip, json, os, random, re, signal, subprocess, sys, time
+import csv, functools, gzip, json, os, random, re, shlex, signal, subprocess, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -614,7 +614,7 @@ def test_pipes(folder, tmp_path, job):
     os.mkfifo(tmp_path / "fifo")
     shell = lambda line: subprocess.run(line, shell=True, capture_output=True, **how)
     for pipe in ("/dev/stdin", "fifo"):  # read whole first: a job reads its input twice
-        whole = " ".join([*args, "named.jsonl"]).replace("-i -", f"-i {pipe}")
+        whole = shlex.join([*args, "named.jsonl"]).replace("-i -", f"-i {pipe}")
         p = shell(("cat in.jsonl > fifo & " if pipe == "fifo" else "cat in.jsonl | ") + whole)
         assert p.returncode == 0 and texts(tmp_path / "named.jsonl") == want, p.stderr
         (tmp_path / "named.jsonl").unlink()
@@ -622,7 +622,7 @@ def test_pipes(folder, tmp_path, job):
         job(input="fifo").check()
     p = run("none.jsonl", input="")
     assert p.returncode == 2 and "standard input is empty" in p.stderr
-    head = shell(f"{' '.join(args)} - < in.jsonl | head -n 1")
+    head = shell(f"{shlex.join(args)} - < in.jsonl | head -n 1")
     assert len(head.stdout.splitlines()) == 1 and b"Traceback" not in head.stderr
 
 

@@ -1,12 +1,21 @@
 "Reference pages are made from the code: what they show is what the code says now."
 
-import os, subprocess, sys
+import asyncio, json, os, re, subprocess, sys
 
 import pytest
 
 pytest.importorskip("execnb.shell", reason="needs execnb, which nbdev brings")
 
 from helpers import BOOK, ROOT
+from transformers import T5Config
+
+from batchlab.compat.vllm import engine_options
+from batchlab.errors import ModelError, PromptError
+from batchlab.jobs.lines import parse_line
+from batchlab.jobs.responses import read_response
+from batchlab.jobs.schema import BadRequest, parse_online
+from batchlab.models import encode_chat, load_model, tiny_tokenizer
+from batchlab.serve.messages import chat_body
 
 SEEN = ("93_recipes", "80_tasks")  # whose outputs are answers of a model, or have no tables
 PAGES = [
@@ -69,3 +78,130 @@ def test_a_wrong_command_on_a_page_is_found(text, monkeypatch):
 
     with pytest.raises(Exception, match="did you mean|unknown"):
         [*map(check_command, commands(text))]
+
+
+PROSE = [*BOOK["notebooks"](), ROOT / "CONTRIBUTING.md"]
+# Of other programs: docker, the tests' scripts, SGLang; and names that stand for any.
+OTHERS = {"--cpus", "--online", "--vllm", "--enable-deterministic-inference"}
+OTHERS |= {"--help", "--flag", "--reasoning-parser"}
+
+
+def prose(path):
+    "The prose of a page, but for what other programs are called in the glossary."
+    if path.suffix == ".md":
+        return path.read_text(encoding="utf-8")
+    text = "\n\n".join(BOOK["cells"](path, "markdown"))
+    return re.sub(r"^\*Elsewhere:.*$", "", text, flags=re.M)
+
+
+def test_what_pages_name_is_there(monkeypatch):
+    "Every command, flag, route and argument."
+    monkeypatch.syspath_prepend(ROOT / "nbs")
+    from pages import misnamed
+
+    wrong = {p.stem: {*misnamed(prose(p))} - OTHERS for p in PROSE}
+    assert {page: names for page, names in wrong.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("`--max-num-seq` is", "--max-num-seq"),
+        ("POST to `/v1/chat/completion`", "/v1/chat/completion"),
+        ("`LLM(max_num_seq=4)` has", "LLM(max_num_seq=…)"),
+        ("```python\nllm.generate(p, verfy=True)\n```", "llm(verfy=…)"),
+        ("as `llm.generat` does", "llm.generat"),
+        ("`batchlab generate --quantization int9 a` says", "int9"),
+        ("`batchlab answer`", "unknown command"),
+    ],
+)
+def test_a_name_that_is_not_there_is_found(text, name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "nbs")
+    from pages import misnamed
+
+    [said] = misnamed(text)
+    assert name in said
+
+
+# --- what pages deny
+
+DENIES = r"not\s+supported|unsupported|but\s+not\s+the|not\s+implemented|(is|are)\s+refused|(without|no)\s+effect"
+SENTENCES = r"(?<=[.!?;])\s+|\n\n|\n(?=[|*-])"
+
+
+def refused(read, body, *names):
+    "That `read` refuses a body with each of these names, and says it."
+    for name, value in names:
+        with pytest.raises(BadRequest, match=name):
+            read(body | {name: value})
+    return True
+
+
+def response(body):
+    pytest.importorskip("fastapi", reason="needs the extra server: pip install '.[dev]'")
+    from batchlab.serve.responses import request_for
+
+    return asyncio.run(request_for(read_response(body), None))
+
+
+def line(body):
+    about = dict(custom_id="a", method="POST", url="/v1/responses", body=body)
+    if failure := parse_line(1, json.dumps(about).encode()).failure:
+        raise BadRequest(failure[1])
+
+
+def no_other_kinds(folder):
+    T5Config().save_pretrained(folder)
+    parts = (dict(type=kind) for kind in ("image_url", "input_audio"))
+    for content in parts:
+        with pytest.raises(PromptError):
+            encode_chat(tiny_tokenizer(), [dict(role="user", content=[content])])
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        load_model(str(folder))
+    return True
+
+
+CHAT = dict(messages=[dict(role="user", content="Hi")])
+MESSAGE = CHAT | dict(model="any", max_tokens=1)
+ASKED = dict(input="Hi")
+KEPT = ("store", True), ("background", True), ("previous_response_id", "resp_1")
+# What a sentence on README or a page of reference says that there is not: that it is so.
+DENIED = {
+    "A field of OpenAI's API that the server can't honour": lambda folder: refused(
+        lambda body: parse_online(body, "chat"),
+        CHAT,
+        ("audio", {"voice": "a"}),
+        ("modalities", ["audio"]),
+    ),
+    "`background` or `previous_response_id` is refused": lambda _: refused(response, ASKED, *KEPT),
+    "`stream`, `background`, `previous_response_id` and `store: true`": lambda _: refused(
+        line, ASKED, ("stream", True), *KEPT
+    ),
+    "`cache_control`, `metadata`": lambda _: (
+        chat_body(MESSAGE | dict(metadata=dict(user_id="a"), service_tier="auto"))
+        == chat_body(MESSAGE)
+    ),
+    "400 from `/v1/messages`": lambda _: refused(
+        chat_body, MESSAGE, ("container", "a"), ("mcp_servers", [{"url": "a"}])
+    ),
+    "Encoder-decoders, images and sound": no_other_kinds,
+    "`tensor_parallel_size` has no effect": lambda _: (
+        engine_options(dict(tensor_parallel_size=2)) == {}
+    ),
+}
+
+
+def test_what_pages_deny_is_not_there():
+    "A sentence that says so has a probe above."
+    assert re.search(DENIES, "JSON schemas and tools, but not the\nResponses API.")
+    pages = [BOOK["find"]("index"), *(p for p in PROSE if p.parent.name == "reference")]
+    texts = [re.sub(r"```.*?```", "", prose(p), flags=re.S) for p in pages]
+    said = [s for text in texts for s in re.split(SENTENCES, text) if re.search(DENIES, s)]
+    said = [" ".join(s.split()) for s in said if re.search("`|API|support", s)]
+    assert [s for s in said if not any(words in s for words in DENIED)] == []
+    assert [words for words in DENIED if not any(words in s for s in said)] == []
+
+
+@pytest.mark.parametrize("words", DENIED)
+def test_what_a_page_denies_is_so(words, tmp_path):
+    assert DENIED[words](tmp_path)

@@ -475,7 +475,8 @@ class LLMBase(Lifetime):
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
         kv_dtype: str | None = None,  # keep keys and values in 8 bits (int8): more of them fit
-        # draft tokens, from earlier text (lookup) or by the small model named: faster, same tokens
+        # draft tokens, from earlier text (lookup) or by the small model named: no token changes; it is
+        # faster where a few requests repeat text, slower where many run at once
         speculation: str | PathLike[str] | PreTrainedModel | None = None,
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of

@@ -354,9 +354,10 @@ class EmbedFlags(Command, SaidFlags, TracedFlags):
 
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls03
 class ServeFlags(Command, SaidFlags):
-    """answer programs that speak OpenAI's API, over HTTP
+    """answer programs that speak OpenAI's or Claude's API, over HTTP
 
-    Serve a model over HTTP to programs that speak OpenAI's API, until Ctrl-C or SIGTERM."""
+    Serve a model over HTTP to programs that speak OpenAI's API (chat, completions, Responses,
+    embeddings, batches) or Claude's (Messages), until Ctrl-C or SIGTERM."""
 
     served: File | None = None  # the model, as --model
     # address to listen on (default: 127.0.0.1, for this machine only; 0.0.0.0 is for all)

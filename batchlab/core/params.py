@@ -449,8 +449,8 @@ class SamplingParams(GivenParams):
     structured_outputs: StructuredOutputsParams | None = None
     # after the first of these texts no string of `stop` counts
     stop_until: str | Sequence[str] | None = None
-    # cut a longer prompt to its last so many tokens; -1 or auto: to as many as leave room to
-    # answer (default: a prompt that is too long fails)
+    # if a prompt is longer, keep only its last N tokens; -1 or auto keeps as many as still leave
+    # room for the answer (default: a prompt that is too long fails)
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None  # most tokens of a thought, if the model thinks
     speculate: bool = True  # draft tokens of this answer, if the LLM does that

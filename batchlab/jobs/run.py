@@ -73,7 +73,8 @@ def run(
 
     `input`: JSONL, CSV, TSV, Parquet, or text with one prompt a line. `output`: .jsonl, .csv,
     .tsv or .parquet. `sampling_params`: a dict or `SamplingParams`, for what rows and lines
-    leave open; the rest is the command's, temperature 0 and 256 tokens. `model`: a name, a
+    leave open: a dict leaves the rest to the command, temperature 0 and 256 tokens, an object
+    brings its own defaults. `model`: a name, a
     folder, or an `LLM`; it is only loaded if there is something to do. `prompt_template`:
     'Translate to {lang}: {text}', of a table's columns; without one the prompt is in
     `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's

@@ -934,7 +934,7 @@ def _said(matcher: LLMatcher) -> str:
 # %% ../../nbs/5_tasks/30_structured.ipynb #4db85301
 class Grammars:
     """Makes a `Grammar` or a `LabelMask` for each row that asks, over the vocabulary of
-    `tokenizer`; keeps the 64 that it compiled last."""
+    `tokenizer`; keeps the 64 used last."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Collection[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, eos_ids
