@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['ARCHITECTURES', 'IDLE_KEYS', 'Architecture', 'read_config', 'ModelTensors', 'read_model']
+__all__ = ['ARCHITECTURES', 'IDLE_KEYS', 'Architecture', 'architecture_of', 'read_config', 'ModelTensors', 'read_model']
 
 # %% ../../nbs/3_models/gguf_model.ipynb #ggm00005
 import mmap, threading
@@ -203,16 +203,23 @@ def _attention(file: GGUFFile, arch: Architecture, values: Mapping[str, Any]) ->
     return found
 
 # %% ../../nbs/3_models/gguf_model.ipynb #ggm00017
+def architecture_of(file: GGUFFile) -> Architecture:
+    "The row of the table for a file. Raises `UnsupportedModelError`."
+    experts = file.arch == "llama" and file.get(".expert_count")
+    arch, kind = ARCHITECTURES.get("mixtral" if experts else file.arch), file.get("general.type")
+    if arch is None or kind not in (None, "model"):
+        what = "general.type" if arch else "general.architecture"
+        known = f"and models of {', '.join(ARCHITECTURES)} are read"
+        raise file.refusal(what, f"is {kind if arch else file.arch!r}, {known}")
+    return arch
+
+
 def read_config(file: GGUFFile, ids: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration of the model in a file whose special tokens are `ids`. Raises
     `UnsupportedModelError`."""
     from transformers import AutoConfig
 
-    experts = file.arch == "llama" and file.get(".expert_count")
-    arch, kind = ARCHITECTURES.get("mixtral" if experts else file.arch), file.get("general.type")
-    if arch is None or kind not in (None, "model"):
-        what, known = f"{kind or 'model'} of {file.arch!r}", ", ".join(ARCHITECTURES)
-        raise file.refusal("it", f"is a {what}, and models of {known} are read")
+    arch = architecture_of(file)
     needed = _pairs(_SIZES + arch.eps).items()
     values: dict[str, Any] = {name: file.need(key) for key, name in needed} | {**arch.unsaid}
     for key, name in _pairs(arch.keys).items():
@@ -238,12 +245,9 @@ class ModelTensors:
     def __init__(self, file: GGUFFile, model: PreTrainedModel) -> None:
         import gguf
 
-        self.file, self.model = file, model
-        kind = model.config.model_type
-        self.arch = next(a for a in ARCHITECTURES.values() if a.model_type == kind)
-        archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-        layers = model.config.num_hidden_layers
-        self.known = gguf.get_tensor_name_map(archs[file.arch], layers)
+        self.file, self.model, self.arch = file, model, architecture_of(file)
+        known = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[file.arch]
+        self.known = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
 
     def names(self, place: str) -> list[str]:
         "The names of the tensors that the parameter `place` is made of."
@@ -312,13 +316,15 @@ _filling = threading.Lock()  # accelerate makes parameters of all modules of the
 
 
 def read_model(
-    file: GGUFFile, config: PretrainedConfig, dtype: torch.dtype, grouped: bool
+    file: GGUFFile, ids: Mapping[str, Any], dtype: torch.dtype, grouped: bool
 ) -> PreTrainedModel:
-    """The model of a file, of this `config` in `dtype`; weights of the forms of `QUANT_TYPES` that
-    linear layers and embeddings have stay in groups if `grouped`. Raises `UnsupportedModelError`."""
+    """The model of a file whose special tokens are `ids`, in `dtype`; weights of the forms of `QUANT_TYPES`
+    that linear layers and embeddings have stay in groups if `grouped`. Raises
+    `UnsupportedModelError`."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    config = read_config(file, ids)
     with _filling:
         with init_empty_weights():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -82,8 +82,11 @@ def _byte_level(file: GGUFFile, vocab: dict[str, int], types: Sequence[int]) -> 
 
 # %% ../../nbs/3_models/gguf_tokenizer.ipynb #ggt00010
 def _joins(file: GGUFFile, vocab: dict[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
-    "The merges of a sentencepiece vocabulary, the first to be done first."
-    tokens, scores = [*vocab], file.get("tokenizer.ggml.scores", [0.0] * len(vocab))
+    "The merges of a sentencepiece vocabulary, the first to be done first. Raises `UnsupportedModelError`."
+    tokens, scores = [*vocab], file.get("tokenizer.ggml.scores", ())
+    if len(scores) != len(tokens):
+        why = f"has {len(scores)} entries for {len(tokens)} tokens"
+        raise file.refusal("tokenizer.ggml.scores", why)
     normal = [i for i, kind in enumerate(types) if kind == 1]
     known = {tokens[i] for i in normal}
     ordered = [tokens[i] for i in sorted(normal, key=lambda i: (-scores[i], i))]
@@ -194,9 +197,12 @@ def read_tokenizer(file: GGUFFile, ids: dict[str, Any]) -> PreTrainedTokenizerFa
     if make is None:
         raise file.refusal("tokenizer.ggml.model", f"is {kind!r}, and 'gpt2' and 'llama' are read")
     tokens: list[str] = file.get("tokenizer.ggml.tokens", [])
-    types = file.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    types = file.get("tokenizer.ggml.token_type", ())
     if len(vocab := {token: i for i, token in enumerate(tokens)}) < len(tokens):
         raise file.refusal("tokenizer.ggml.tokens", "has a token twice")
+    if len(types) != len(tokens):
+        why = f"has {len(types)} entries for {len(tokens)} tokens"
+        raise file.refusal("tokenizer.ggml.token_type", why)
     made = make(file, vocab, types)
     _add_tokens(made, tokens, types, ids["eos_token_id"], kind == "llama" and file.arch == "phi3")
     begun = kind == "llama" or file.get("tokenizer.ggml.pre") in BEGUN

@@ -15,7 +15,7 @@ import torch
 from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from ..machine import cache_dir, processor_flags
 from .gguf import GGUFFile
-from .gguf_model import read_config, read_model
+from .gguf_model import architecture_of, read_model
 from .gguf_tokenizer import read_tokenizer, special_ids, turn_end
 from .quantized import FolderWeights, Packing, Unreadable
 from .quantized import outline_weights, packing_of, read_weights
@@ -476,18 +476,16 @@ def _load_weights(folder, config, auto, dtype, device, grouped, exact):
     return model
 
 # %% ../../nbs/3_models/load.ipynb #2d6b3233-3
-def _read_tokenizer(path, folder, **kw):
-    """The tokenizer of `path`, which lies in `folder` or is it, in lower case where
-    sentence-transformers' settings ask for that. Raises `ModelError`."""
+def _read_tokenizer(folder):
+    """The tokenizer of `folder`, in lower case where sentence-transformers' settings ask for that.
+    Raises `ModelError`."""
     from transformers import AutoTokenizer
 
     try:
-        tok = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **kw
-        )
+        tok = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:
         raise ModelError(
-            f"the tokenizer in {path} can't be read ({one_line(e)}): {_fix(path)}"
+            f"the tokenizer in {folder} can't be read ({one_line(e)}): {_fix(folder)}"
         ) from e
     if first_step(folder).get("do_lower_case"):
         lower_case(tok)
@@ -508,7 +506,7 @@ def load_folder(
         model = _load_weights(folder, *_load_config(folder), dtype, device, grouped, exact)
         if not has_tokenizer(folder):
             return model, None
-        return model, _read_tokenizer(folder, folder)
+        return model, _read_tokenizer(folder)
 
 # %% ../../nbs/3_models/load.ipynb #93d21c83
 def load_outline(
@@ -538,7 +536,7 @@ def load_outline(
             raise _unsupported(folder, why) from e
         if packing is not None and grouped and keeps_groups(dtype, device, exact):
             outline_weights(model, packing)
-        tokenizer = _read_tokenizer(folder, folder) if has_tokenizer(folder) else None
+        tokenizer = _read_tokenizer(folder) if has_tokenizer(folder) else None
     return model.eval().requires_grad_(False), tokenizer, not _looks_both_ways(config)
 
 # %% ../../nbs/3_models/load.ipynb #7cf1a054
@@ -572,27 +570,25 @@ def load_gguf(
     from transformers import GenerationConfig
 
     file = GGUFFile(path)
+    architecture_of(file)  # what is not known is refused by this first
     kind = file.get("general.file_type")
-    dtype = resolve_dtype(
-        dtype, {0: torch.float32, 1: torch.float16}.get(kind, torch.bfloat16), device
-    )
+    stored = {0: torch.float32, 1: torch.float16}.get(kind, torch.bfloat16)
+    dtype = resolve_dtype(dtype, stored, device)
+    grouped = grouped and keeps_groups(dtype, device, exact)
     with quiet():
         try:
             ids = special_ids(file)
             tok = read_tokenizer(file, ids)
-            ends = {*ids["eos_token_id"], *(turn_end(tok) if tok else ())}
-            ids |= dict(eos_token_id=[*ends] if len(ends) > 1 else next(iter(ends), None))
-            model = read_model(
-                file, read_config(file, ids), dtype, grouped and keeps_groups(dtype, device, exact)
-            )
+            ends = [*dict.fromkeys(ids["eos_token_id"] + (turn_end(tok) if tok else []))]
+            ids |= dict(eos_token_id=ends if len(ends) > 1 else next(iter(ends), None))
+            model = read_model(file, ids, dtype, grouped)
         except (ModelError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as e:
             raise file.refusal("it", f"can't be read as {file.arch!r} ({one_line(e)})") from e
         with contextlib.suppress(OSError):  # a file beside it may say more than the GGUF file
-            model.generation_config = GenerationConfig.from_pretrained(
-                path.parent, local_files_only=True
-            )
+            found = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
+            model.generation_config = found
     if (packing := _packing(kind)) and not any(hasattr(p, "groups") for p in model.parameters()):
         log.warning(
             "%s: its weights, %s, are dequantised: they take the memory and the time of %s",
@@ -611,7 +607,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             tokenizer = read_tokenizer(file, special_ids(file))
     else:
         with quiet():
-            tokenizer = _read_tokenizer(path, path) if has_tokenizer(path) else None
+            tokenizer = _read_tokenizer(path) if has_tokenizer(path) else None
     if tokenizer is None:
         raise ModelError(f"there is no tokenizer in {path}")
     return tokenizer
