@@ -10,12 +10,14 @@ BASE = """block_count context_length embedding_length feed_forward_length attent
     attention.head_count_kv """
 RMS, ROPE = "attention.layer_norm_rms_epsilon ", "rope.freq_base "
 HEAD, SIZED = "attention.key_length attention.value_length ", "vocab_size rope.dimension_count "
+EXPERTS = "expert_count expert_used_count expert_feed_forward_length "
 # by architecture of the file, the keys that the converter writes
 KEYS = dict(
     llama=BASE + RMS + ROPE + HEAD + SIZED,
     qwen2=BASE + RMS + ROPE,
     qwen3=BASE + RMS + ROPE + HEAD,
-    qwen3moe=BASE + RMS + ROPE + "expert_count expert_used_count expert_feed_forward_length",
+    qwen2moe=BASE + RMS + ROPE + EXPERTS + "expert_shared_feed_forward_length",
+    qwen3moe=BASE + RMS + ROPE + EXPERTS,
     gemma=BASE + RMS + HEAD,
     gemma2=BASE
     + RMS
@@ -36,9 +38,16 @@ KEYS = dict(
     smollm3=BASE + RMS + ROPE + SIZED,
     stablelm=BASE + "rope.dimension_count use_parallel_residual attention.layer_norm_epsilon",
     nemotron=BASE + RMS + ROPE + HEAD + SIZED + "attention.layer_norm_epsilon rope.scaling.type",
+    lfm2=BASE + RMS + ROPE + "vocab_size shortconv.l_cache",
     gpt2=BASE.replace("attention.head_count_kv", "attention.layer_norm_epsilon"),
 )
-ARCHS = dict(mistral="llama", mixtral="llama", gemma3_text="gemma3", qwen3_moe="qwen3moe")
+ARCHS = dict(
+    mistral="llama",
+    mixtral="llama",
+    gemma3_text="gemma3",
+    qwen2_moe="qwen2moe",
+    qwen3_moe="qwen3moe",
+)
 EPS = "norm_epsilon norm_eps layer_norm_eps layer_norm_epsilon rms_norm_eps".split()
 NAMES = dict(
     block_count="num_hidden_layers",
@@ -47,6 +56,7 @@ NAMES = dict(
     feed_forward_length="intermediate_size",
     expert_used_count="num_experts_per_tok",
     expert_feed_forward_length="moe_intermediate_size",
+    expert_shared_feed_forward_length="shared_expert_intermediate_size",
     embedding_scale="embedding_multiplier",
     residual_scale="residual_multiplier",
     logit_scale="logits_scaling",
@@ -55,6 +65,7 @@ NAMES = dict(
     "attention.head_count_kv": "num_key_value_heads",
     "attention.scale": "attention_multiplier",
     "attention.sliding_window": "sliding_window",
+    "shortconv.l_cache": "conv_L_cache",
 }  # and all others are called the same
 
 
@@ -90,6 +101,9 @@ def about(model):
     for key in keys:
         value = values[key] if key in values else getattr(c, NAMES.get(key, key))
         found[key] = 0 if value is None else value
+    if arch == "lfm2":
+        kv = dict(full_attention=c.num_key_value_heads, conv=0)
+        found["attention.head_count_kv"] = [kv[kind] for kind in c.layer_types]
     if rope.get("rope_type") in ("linear", "yarn"):
         scaling = {"type": rope["rope_type"], "factor": float(rope["factor"])}
         if rope["rope_type"] == "yarn":
@@ -123,7 +137,7 @@ def weights(model):
             halves = dict(zip(("gate", "up"), x.chunk(2, 1))) if "gate_up" in name else dict(down=x)
             found |= {down.replace("down", half): y for half, y in halves.items()}
         else:
-            found[names.get_name(name, (".weight", ".bias"))] = x
+            found[names.get_name(name, (".weight", ".bias"))] = x.squeeze(1) if x.ndim > 2 else x
     rope = getattr(c, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         own = model.model.rotary_emb.inv_freq

@@ -106,6 +106,11 @@ class GGUFFile:
                 f"{path} is one of {n} parts of a model, and its name does not end in "
                 f"-00001-of-{n:05}.gguf: give all parts the names that they were published with"
             )
+        if (n := self.get("split.tensors.count", 0)) and n != len(self.tensors):
+            raise ModelError(
+                f"{path}: its parts have {len(self.tensors)} tensors, and the model has {n}: fetch "
+                "all parts again"
+            )
 
     def get(self, key: str, default: Any = None) -> Any:
         """What the metadata have for `key`, else `default`. A key that begins with a dot is one of

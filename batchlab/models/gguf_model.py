@@ -39,6 +39,7 @@ class Architecture:
     period: int = 0  # of so many layers, the last sees all that is before it, the others a window
     local_base: float = 0.0  # of the rotation in layers with a window, where it is another
     by_width: int = 0  # models of so many layers scale attention by hidden size and heads
+    convs: bool = False  # layers without heads of keys are convolutions
 
 # %% ../../nbs/3_models/gguf_model.ipynb #ggm00009
 _EPS, _WINDOW = "attention.layer_norm_epsilon=", "attention.sliding_window=sliding_window"
@@ -46,16 +47,16 @@ _CAP, _EXPERTS = (
     "final_logit_softcapping=final_logit_softcapping ",
     "expert_used_count=num_experts_per_tok ",
 )
+_QWEN = _EXPERTS + "expert_count=num_experts expert_feed_forward_length=moe_intermediate_size"
 ARCHITECTURES: dict[str, Architecture] = dict(
     llama=Architecture("llama", beside=True),
     mixtral=Architecture("mixtral", _EXPERTS + "expert_count=num_local_experts", beside=True),
     qwen2=Architecture("qwen2"),
-    qwen3=Architecture("qwen3"),
-    qwen3moe=Architecture(
-        "qwen3_moe",
-        _EXPERTS + "expert_count=num_experts expert_feed_forward_length=moe_intermediate_size",
-        dict(norm_topk_prob=True),
+    qwen2moe=Architecture(
+        "qwen2_moe", _QWEN + " expert_shared_feed_forward_length=shared_expert_intermediate_size"
     ),
+    qwen3=Architecture("qwen3"),
+    qwen3moe=Architecture("qwen3_moe", _QWEN, dict(norm_topk_prob=True)),
     gemma=Architecture("gemma", norm=1),
     gemma2=Architecture(
         "gemma2",
@@ -90,6 +91,13 @@ ARCHITECTURES: dict[str, Architecture] = dict(
         eps=_EPS + "norm_eps",
         norm=1,
         partial=True,
+    ),
+    lfm2=Architecture(
+        "lfm2",
+        "shortconv.l_cache=conv_L_cache",
+        dict(block_auto_adjust_ff_dim=False),
+        "attention.layer_norm_rms_epsilon=norm_eps",
+        convs=True,
     ),
     gpt2=Architecture("gpt2", "feed_forward_length=n_inner", eps=_EPS + "layer_norm_epsilon"),
 )
@@ -182,14 +190,17 @@ def _rotation(file: GGUFFile, arch: Architecture, size: int) -> dict[str, Any]:
 def _attention(file: GGUFFile, arch: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
     "What else a configuration with these `values` says of attention. Raises `UnsupportedModelError`."
     heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
-    width, kv = values["hidden_size"] // heads, ".attention.head_count_kv"
+    width, kv = values["hidden_size"] // heads, file.get(".attention.head_count_kv", heads)
     size = file.get(".attention.key_length", width)
     if (other := file.get(".attention.value_length", size)) != size:
         raise file.refusal(".attention.value_length", f"is {other}, and keys have {size}")
-    found = dict(
-        head_dim=size, num_key_value_heads=heads if file.get(kv) is None else file.need(kv)
+    found: dict[str, Any] = dict(head_dim=size, rope_parameters=_rotation(file, arch, size))
+    if arch.convs and isinstance(kv, list):
+        found["layer_types"] = ["full_attention" if n else "conv" for n in kv]
+        kv = max(kv)
+    found["num_key_value_heads"] = (
+        file.need(".attention.head_count_kv") if isinstance(kv, list) else kv
     )
-    found |= dict(rope_parameters=_rotation(file, arch, size))
     if arch.period:
         window = file.get(".attention.sliding_window", arch.unsaid.get("sliding_window"))
         inside = file.get(".attention.sliding_window_pattern", arch.period)
@@ -305,8 +316,10 @@ class ModelTensors:
         for place, names in sources.items():
             holder, _, last = place.rpartition(".")
             module = self.model.get_submodule(holder)
-            x = self.parameter(names, module, grouped)
-            if x.shape != (shape := places[place].shape):
+            x, shape = self.parameter(names, module, grouped), places[place].shape
+            if x.shape != shape and [n for n in x.shape if n > 1] == [n for n in shape if n > 1]:
+                x = nn.Parameter(x.view(shape), requires_grad=False)  # a dim of one may be left out
+            if x.shape != shape:
                 why = f"is {[*x.shape]}, and {kind} has {[*shape]} there"
                 raise self.file.refusal(names[0], why)
             setattr(module, last, x)
