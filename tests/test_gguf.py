@@ -287,10 +287,7 @@ def file_of(tmp_path_factory):
     def make(arch, kind):
         if (arch, kind) not in made:
             folder = tmp_path_factory.mktemp(arch)
-            sizes = (
-                dict(head_dim=128) if arch == "qwen3" else {}
-            )  # what transformers takes it to be
-            model = tiny_model(arch, **sizes).to(torch.bfloat16)
+            model = tiny_model(arch).to(torch.bfloat16)
             model.save_pretrained(folder)
             tiny_tokenizer().save_pretrained(folder)
             made[arch, kind] = shapes.gguf_of(folder, folder, kind)
@@ -433,78 +430,6 @@ def test_two_threads_read_two_files(tmp_path):
     for seed, path in enumerate(paths):
         want = tiny_model("llama", seed).state_dict()
         assert all(torch.equal(p, want[name]) for name, p in models[path].state_dict().items())
-
-
-# what transformers reads by its tables of GGUF's names, beside those that `shapes` writes
-OTHERS = [
-    "qwen2",
-    "phi3",
-    "gemma2",
-    "starcoder2",
-    "gpt2",
-    "bloom",
-    "falcon",
-    "stablelm",
-    "nemotron",
-]
-
-
-def file_of_family(model_type, path):
-    """A file of random weights of a tiny model of `model_type`, with the names and the values that
-    transformers looks for."""
-    from transformers import modeling_gguf_pytorch_utils as theirs
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
-    # what transformers takes where the file doesn't say it
-    more = dict(phi3=dict(vocab_size=32064), gpt2=dict(max_position_embeddings=1024)).get(
-        model_type, {}
-    )
-    model = tiny_model(model_type, **more)
-    processor = theirs.TENSOR_PROCESSORS.get(model_type, theirs.TensorProcessor)()
-    names = theirs.get_gguf_hf_weights_map(model, processor)
-    writer = gguf.GGUFWriter(path, model_type)
-    for key, name in GGUF_CONFIG_MAPPING[model_type].items():
-        value = getattr(model.config, name, None) if name else None
-        if isinstance(value, (bool, int, float)):
-            kind = type(value).__name__.replace("int", "uint32").replace("float", "float32")
-            getattr(writer, f"add_{kind}")(f"{model_type}.{key}", value)
-    writer.add_token_list([f"<{i}>" for i in range(model.config.vocab_size)])
-    rng, weights = np.random.default_rng(0), model.state_dict()
-    for name, target in names.items():
-        shape = weights[target].shape
-        if (
-            theirs.TENSOR_PROCESSORS.get(model_type) is theirs.GPT2TensorProcessor
-            and len(shape) == 2
-        ):
-            shape = shape if "embd" in name or name == "output.weight" else shape[::-1]
-        x = rng.normal(size=shape).astype(np.float32)
-        kind = gguf.GGMLQuantizationType["Q8_0" if x.ndim == 2 and shape[-1] % 32 == 0 else "F32"]
-        writer.add_tensor(name, gguf.quants.quantize(x, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("model_type", OTHERS)
-def test_other_families_are_read_as_transformers_reads_them(tmp_path, model_type):
-    from transformers import AutoModelForCausalLM
-
-    file_of_family(model_type, path := tmp_path / "model.gguf")
-    want = AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file="model.gguf", dtype=torch.float32
-    )
-    weights = want.state_dict()
-    for p in want.parameters():
-        p.data = p.data.contiguous()  # in another layout some processors add in another order
-    for kept in (False, True):
-        mine, _ = load_model(path, dtype="fp32", grouped=kept)
-        assert type(mine) is type(want)
-        found = {name: plain_weight(x) for name, x in mine.named_parameters()}
-        assert all(torch.equal(x, weights[name]) for name, x in found.items())
-        ids = torch.tensor([[1, 20, 30, 40]])
-        with torch.inference_mode():
-            assert torch.equal(mine(ids).logits, want.eval()(ids).logits)
 
 
 def test_a_generation_config_beside_the_file_counts(tmp_path):

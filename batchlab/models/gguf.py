@@ -6,27 +6,25 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'read_once', 'split', 'plain_numbers', 'numbers_of', 'dequantize',
-           'Stored', 'Blocks', 'GroupedTensor', 'without_numbers', 'Unfit', 'places_of', 'model_in_groups']
+__all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'split_files', 'GGUFFile', 'split', 'plain_numbers', 'numbers_of',
+           'dequantize', 'Stored', 'Blocks', 'GroupedTensor', 'without_numbers']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
-import contextlib, copy, functools, mmap, struct, threading
-from collections.abc import Callable, Iterator
+import contextlib, functools, re, struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..errors import ModelError
+from ..errors import ModelError, UnsupportedModelError, written
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader
-    from transformers import PreTrainedModel
 
 # %% ../../nbs/3_models/gguf.ipynb #5140fb2a
 @functools.cache
@@ -72,52 +70,104 @@ def open_gguf(path: Path) -> GGUFReader:
         ) from e
 
 # %% ../../nbs/3_models/gguf.ipynb #203f832b
-def _value(array_value: Callable[..., Any], x: np.ndarray, kinds: Any) -> Any:
-    "As transformers reads a value of the metadata, for entries of arrays without its loops."
-    if [*kinds] == [9, 8]:  # an array of strings
-        return bytes(x).decode()
-    return array_value(x, kinds)
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
-def _replacements(theirs: Any, reader: GGUFReader) -> dict[tuple[Any, str], Any]:
-    "What takes the place of which function of `gguf` and of transformers, by module and name."
-    import gguf
+def split_files(path: Path) -> list[Path]:
+    """The files that hold the model of which file `path` is one, in order. Raises `ModelError` if
+    one is not there."""
+    found = _PART.search(path.name)
+    if found is None:
+        return [path]
+    stem, n = path.name[: found.start()], int(found[1])
+    parts = [path.with_name(f"{stem}-{i:05}-of-{n:05}.gguf") for i in range(1, n + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise ModelError(
+                f"{path} is one of {n} parts of a model, and {part.name} is not beside it: fetch "
+                "all parts into one folder"
+            )
+    return parts
 
-    read = theirs.load_gguf_checkpoint
-    about = functools.cache(lambda file: read(file))
+# %% ../../nbs/3_models/gguf.ipynb #gguffile2
+class GGUFFile:
+    """A `.gguf` file, with the other parts of its model if it was split: its metadata, its
+    `tensors` by name, and what was `asked` for of both. Raises `ModelError`."""
 
-    def checkpoint(file: Any, return_tensors: bool = False, **kw: Any) -> dict[str, Any]:
-        if return_tensors:
-            return read(file, return_tensors, **kw)
-        return {key: copy.copy(value) for key, value in about(str(file)).items()}
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.readers = [open_gguf(part) for part in split_files(path)]
+        self.fields = self.readers[0].fields
+        self.tensors = {t.name: t for reader in self.readers for t in reader.tensors}
+        self.asked = dict[str, Any]()
+        self.arch: str = self.get("general.architecture", "")
+        if (n := self.get("split.count", 1)) > 1 and n != len(self.readers):
+            raise ModelError(
+                f"{path} is one of {n} parts of a model, and its name does not end in "
+                f"-00001-of-{n:05}.gguf: give all parts the names that they were published with"
+            )
+        if (n := self.get("split.tensors.count", 0)) and n != len(self.tensors):
+            raise ModelError(
+                f"{path}: its parts have {len(self.tensors)} tensors, and the model has {n}: fetch "
+                "all parts again"
+            )
 
-    value = functools.partial(_value, theirs._gguf_parse_value)
-    return {
-        (theirs, "load_gguf_checkpoint"): checkpoint,
-        (theirs, "_gguf_parse_value"): value,
-        (theirs, "tqdm"): lambda it, *args, **kw: it,  # its bar is reached by no setting
-        (gguf, "get_tensor_name_map"): functools.cache(gguf.get_tensor_name_map),
-        (gguf, "GGUFReader"): lambda *_: reader,
-        (gguf, "dequantize"): dequantize,
-    }
+    def get(self, key: str, default: Any = None) -> Any:
+        """What the metadata have for `key`, else `default`. A key that begins with a dot is one of
+        the architecture."""
+        key = self.arch + key if key.startswith(".") else key
+        if key not in self.asked:
+            field = self.fields.get(key)
+            value = None if field is None else field.contents()
+            # the shortest number that is this one in fp32: 1e-06 and not 9.999999974752427e-07
+            self.asked[key] = float(str(np.float32(value))) if isinstance(value, float) else value
+        return default if self.asked[key] is None else self.asked[key]
 
+    def need(self, key: str) -> Any:
+        "As `get`, one number. Raises `UnsupportedModelError` if there is none, or one for each layer."
+        value = self.get(key)
+        values = {*value} if isinstance(value, list) else {value}
+        if len(values) != 1 or value is None:
+            raise self.refusal(key, "is missing" if value is None else "is not one number")
+        return values.pop()
 
-_reading = threading.RLock()  # the functions are the whole process's
+    def tensor(self, name: str) -> Any:
+        "The tensor `name`. Raises `UnsupportedModelError`."
+        self.asked[name] = tensor = self.tensors.get(name)
+        if tensor is None:
+            raise self.refusal(name, "is missing")
+        return tensor
 
+    def refusal(self, what: str, why: str) -> UnsupportedModelError:
+        "The error that this file can't be read because of `what`, a key or the name of a tensor."
+        what = self.arch + what if what.startswith(".") else what
+        return UnsupportedModelError(
+            "{path}: {what} {why}: take the folder of the model, or another file of it",
+            field=what,
+            path=self.path,
+            what=what,
+            why=why,
+        )
 
-@contextlib.contextmanager
-def read_once(path: Path) -> Iterator[GGUFReader]:
-    """The reader of `path`, which transformers uses inside, too: by itself it would read the
-    metadata for the configuration, for the tokenizer and for the weights, and dequantise with
-    NumPy. Raises `ModelError`."""
-    from transformers import modeling_gguf_pytorch_utils as theirs
+    def check_keys(self, beginning: str, idle: Mapping[str, Sequence[object] | None]) -> None:
+        """Raise `UnsupportedModelError` for a key with this `beginning`, '.' for one of the
+        architecture, that was not asked for. `idle`: keys that change no token, at these values,
+        or None for any."""
+        beginning = self.arch + beginning if beginning == "." else beginning
+        for key in self.fields:
+            values = idle.get(key.removeprefix(self.arch), ())
+            if key in self.asked or not key.startswith(beginning) or values is None:
+                continue
+            if (value := self.fields[key].contents()) not in values:
+                why = f"is {written(value, 40)}, which is not read here and may change the tokens"
+                raise self.refusal(key, why)
 
-    reader = open_gguf(path)
-    with _reading, contextlib.ExitStack() as stack:
-        for (module, name), new in _replacements(theirs, reader).items():
-            if hasattr(module, name):  # private, so another version may do without
-                stack.enter_context(mock.patch.object(module, name, new))
-        yield reader
+    def check_tensors(self, holder: str) -> None:
+        "Raise `UnsupportedModelError` for a tensor that `holder` did not ask for."
+        for name in self.tensors:
+            if name not in self.asked:
+                why = f"has no place in {holder}, and without it the tokens would be others"
+                raise self.refusal(name, why)
 
 # %% ../../nbs/3_models/gguf.ipynb #7881fdb4
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -380,118 +430,3 @@ def without_numbers(model: nn.Module) -> Iterator[None]:
     finally:
         for p in kept:
             p.outline = False
-
-# %% ../../nbs/3_models/gguf.ipynb #7c61b871
-def _order(processor: Any, name: str, n: int, about: dict[str, Any]) -> np.ndarray | None:
-    """In which order transformers puts the `n` rows of a weight: found by giving it row numbers
-    in their place. None if it does anything else with them."""
-    rows = np.arange(n, dtype=np.float32)[:, None] + np.array([0, 0.5], np.float32)
-    try:
-        done = processor.process(weights=rows, name=name, **about)
-    except (ValueError, IndexError, TypeError, KeyError):
-        return None
-    if done.name != name or done.weights.shape != rows.shape:
-        return None
-    order = done.weights[:, 0].astype(np.int64)
-    moved = (np.sort(order) == np.arange(n)).all() and (done.weights == rows[order]).all()
-    return order if moved else None
-
-
-def _weight(
-    tensor: Any, processor: Any, about: dict[str, Any], dtype: torch.dtype, grouped: bool
-) -> tuple[str, torch.Tensor]:
-    "The name that transformers has for a `tensor` of a file, '' for none, and its weight."
-    names = about["tensor_key_mapping"]
-    if grouped and tensor.tensor_type.name in QUANT_TYPES and tensor.data.ndim == 2:
-        order = _order(processor, tensor.name, len(tensor.data), about)
-        if order is not None:
-            moved = (order != np.arange(len(order))).any()
-            moves = torch.from_numpy(order) if moved else None
-            raw, form = torch.from_numpy(np.asarray(tensor.data)), tensor.tensor_type.name
-            return names.get(tensor.name, ""), GroupedTensor(Blocks(raw, form, moves), dtype)
-    weights = dequantize(tensor.data, tensor.tensor_type)
-    done = processor.process(weights=weights, name=tensor.name, **about)
-    return names.get(done.name, ""), torch.from_numpy(np.array(done.weights)).to(dtype)
-
-# %% ../../nbs/3_models/gguf.ipynb #9a438417
-class Unfit(Exception):
-    "A file that has to be read by transformers' own way."
-
-
-def _parts(path: Path, arch: str, dtype: torch.dtype) -> tuple[Any, Any, dict[str, Any]]:
-    """A model without weights, and how transformers names and changes those of a file. Raises
-    `Unfit`."""
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers import modeling_gguf_pytorch_utils as theirs
-
-    needed = "TENSOR_PROCESSORS", "TensorProcessor", "get_gguf_hf_weights_map"
-    if not all(hasattr(theirs, name) for name in needed):
-        raise Unfit("another version of transformers")
-    parsed = theirs.load_gguf_checkpoint(str(path))
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    processor = theirs.TENSOR_PROCESSORS.get(arch, theirs.TensorProcessor)(config=parsed["config"])
-    names = theirs.get_gguf_hf_weights_map(model, processor)
-    return model, processor, dict(tensor_key_mapping=names, parsed_parameters={"tensors": {}})
-
-
-def places_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    "The parameters of `model` by name, shared ones by each of theirs."
-    return dict(model.named_parameters(remove_duplicate=False))
-
-
-def _put_weights(
-    model: PreTrainedModel,
-    reader: GGUFReader,
-    kept: set[str],
-    processor: Any,
-    about: dict[str, Any],
-    dtype: torch.dtype,
-) -> None:
-    "Put the weights of a file into `model`, those named in `kept` in groups. Raises `Unfit`."
-    places = places_of(model)
-    for tensor in reader.tensors:
-        target = about["tensor_key_mapping"].get(tensor.name, "")
-        name, weight = _weight(tensor, processor, about, dtype, target in kept)
-        if not name:
-            continue
-        if name not in places or places[name].shape != weight.shape:
-            raise Unfit(f"{name} is {[*weight.shape]}")
-        holder, _, last = name.rpartition(".")
-        place: Any = nn.Parameter(weight, requires_grad=False)
-        if isinstance(place, GroupedTensor):
-            place.file = Path(reader.data.filename)  # pyright: ignore[reportArgumentType]
-        setattr(model.get_submodule(holder), last, place)
-
-# %% ../../nbs/3_models/gguf.ipynb #ggufmodel
-def model_in_groups(
-    path: Path, reader: GGUFReader, dtype: torch.dtype, grouped: bool
-) -> PreTrainedModel:
-    """The model of a `.gguf` file, of which `reader` has the contents, inside `read_once`, in
-    `dtype`; weights of the forms of `QUANT_TYPES` that linear layers and embeddings have stay in groups
-    if `grouped`. Raises `Unfit`."""
-    from transformers import GenerationConfig
-
-    if any(len(t.shape) > 2 for t in reader.tensors):
-        raise Unfit("experts")
-    arch = reader.fields["general.architecture"].contents()
-    model, processor, about = _parts(path, arch, dtype)
-    linear = {
-        f"{name}.weight"
-        for name, m in model.named_modules()
-        if isinstance(m, (nn.Linear, nn.Embedding))
-    }
-    _put_weights(model, reader, linear if grouped else set(), processor, about, dtype)
-    if any(p.is_meta for p in places_of(model).values()):
-        model.tie_weights()  # a head that the file has is not tied, as transformers does it
-    if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read to be moved or dequantised
-        reader.data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
-    if missing := [name for name, p in model.named_parameters() if p.is_meta]:
-        raise Unfit(f"{missing[0]} is not in it")
-    with contextlib.suppress(OSError):  # a file beside it may say more than the GGUF file
-        model.generation_config = GenerationConfig.from_pretrained(
-            path.parent, local_files_only=True
-        )
-    return model

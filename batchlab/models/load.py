@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib, copy, json, logging, re, warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,14 @@ import torch
 
 from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from ..machine import cache_dir, processor_flags
-from .gguf import Unfit, model_in_groups, places_of, read_once
+from .gguf import GGUFFile
+from .gguf_model import architecture_of, read_model
+from .gguf_tokenizer import read_tokenizer, special_ids, turn_end
 from .quantized import FolderWeights, Packing, Unreadable
 from .quantized import outline_weights, packing_of, read_weights
 from .sentence import first_step, lower_case
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger("batchlab")
@@ -413,7 +414,10 @@ def _read_packed(
         empty = auto.from_config(config, dtype=dtype)
     if any(type(m).__name__ == "Conv1D" for m in empty.modules()):  # a weight is [in, out] there
         raise Unreadable(f"{packing.method}, in a {type(empty).__name__},", "of another family")
-    found, places = read_weights(_safetensors_of(folder), packing, dtype, grouped), places_of(empty)
+    found, places = (
+        read_weights(_safetensors_of(folder), packing, dtype, grouped),
+        dict(empty.named_parameters(remove_duplicate=False)),
+    )
     for name in found.packed:
         if name in places and found.state[name].shape != (shape := places[name].shape):
             raise ValueError(f"{name} is {[*found.state[name].shape]} and not {[*shape]}")
@@ -472,18 +476,16 @@ def _load_weights(folder, config, auto, dtype, device, grouped, exact):
     return model
 
 # %% ../../nbs/3_models/load.ipynb #2d6b3233-3
-def _read_tokenizer(path, folder, **kw):
-    """The tokenizer of `path`, which lies in `folder` or is it, in lower case where
-    sentence-transformers' settings ask for that. Raises `ModelError`."""
+def _read_tokenizer(folder):
+    """The tokenizer of `folder`, in lower case where sentence-transformers' settings ask for that.
+    Raises `ModelError`."""
     from transformers import AutoTokenizer
 
     try:
-        tok = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **kw
-        )
+        tok = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:
         raise ModelError(
-            f"the tokenizer in {path} can't be read ({one_line(e)}): {_fix(path)}"
+            f"the tokenizer in {folder} can't be read ({one_line(e)}): {_fix(folder)}"
         ) from e
     if first_step(folder).get("do_lower_case"):
         lower_case(tok)
@@ -504,7 +506,7 @@ def load_folder(
         model = _load_weights(folder, *_load_config(folder), dtype, device, grouped, exact)
         if not has_tokenizer(folder):
             return model, None
-        return model, _read_tokenizer(folder, folder)
+        return model, _read_tokenizer(folder)
 
 # %% ../../nbs/3_models/load.ipynb #93d21c83
 def load_outline(
@@ -534,40 +536,8 @@ def load_outline(
             raise _unsupported(folder, why) from e
         if packing is not None and grouped and keeps_groups(dtype, device, exact):
             outline_weights(model, packing)
-        tokenizer = _read_tokenizer(folder, folder) if has_tokenizer(folder) else None
+        tokenizer = _read_tokenizer(folder) if has_tokenizer(folder) else None
     return model.eval().requires_grad_(False), tokenizer, not _looks_both_ways(config)
-
-# %% ../../nbs/3_models/load.ipynb #6ea8316f
-def _fields(reader: GGUFReader) -> Callable[[str], Any]:
-    "Lookup function for the metadata of a `.gguf` file."
-    return lambda k: reader.fields[k].contents() if k in reader.fields else None
-
-# %% ../../nbs/3_models/load.ipynb #6c0c4f9d
-def _plain_copy(m, dtype):
-    "`m` rebuilt in `dtype` from its config and weights, without a trace of its quantisation."
-    from transformers import AutoModelForCausalLM
-
-    if hasattr(m.config, "quantization_config"):
-        del m.config.quantization_config
-    new = AutoModelForCausalLM.from_config(m.config, dtype=dtype)
-    new.load_state_dict(m.state_dict())
-    new.generation_config = m.generation_config
-    return new
-
-# %% ../../nbs/3_models/load.ipynb #f4ccfd41
-def _mend_tokenizer(tok, field):
-    """What transformers' GGUF reader, in one version or another, leaves out of a tokenizer or
-    gets wrong."""
-    tok.clean_up_tokenization_spaces = False  # decoding is exact
-    for ours, theirs in dict(bos="bos", eos="eos", unk="unknown", pad="padding").items():
-        if (i := field(f"tokenizer.ggml.{theirs}_token_id")) is not None:
-            setattr(tok, f"{ours}_token", tok.convert_ids_to_tokens(i))
-    if field("tokenizer.ggml.pre") == "smollm":
-        from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
-        digits = Digits(individual_digits=True)
-        tok.backend_tokenizer.pre_tokenizer = Sequence([digits, ByteLevel(add_prefix_space=False)])
-    return tok
 
 # %% ../../nbs/3_models/load.ipynb #7cf1a054
 def keeps_groups(dtype: torch.dtype, device: str | torch.device, exact: bool = True) -> bool:
@@ -576,18 +546,6 @@ def keeps_groups(dtype: torch.dtype, device: str | torch.device, exact: bool = T
     if torch.device(device).type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return False
     return not exact or "avx512f" in processor_flags()
-
-
-def _read_model(path, reader, dtype, grouped):
-    "The model of a `.gguf` file, inside `read_once`."
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return model_in_groups(path, reader, dtype, grouped)
-    except Unfit:
-        kw = dict(gguf_file=path.name, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **kw)
-        return _plain_copy(model, dtype)
 
 
 def _packing(kind: int | None) -> str:
@@ -609,25 +567,28 @@ def load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """`(model, tokenizer or None)` of a `.gguf` file, on the CPU: its weights dequantised to
     `dtype`, or in the groups of the file where `grouped` and `keeps_groups` says so."""
-    from transformers import AutoTokenizer
+    from transformers import GenerationConfig
 
-    with quiet(), read_once(path) as reader:
-        field = _fields(reader)
-        kind = field("general.file_type")
-        stored = {0: torch.float32, 1: torch.float16}.get(kind, torch.bfloat16)
-        dtype = resolve_dtype(dtype, stored, device)
-        grouped = grouped and keeps_groups(dtype, device, exact)
+    file = GGUFFile(path)
+    architecture_of(file)  # what is not known is refused by this first
+    kind = file.get("general.file_type")
+    stored = {0: torch.float32, 1: torch.float16}.get(kind, torch.bfloat16)
+    dtype = resolve_dtype(dtype, stored, device)
+    grouped = grouped and keeps_groups(dtype, device, exact)
+    with quiet():
         try:
-            model, tok = _read_model(path, reader, dtype, grouped), None
-            if field("tokenizer.ggml.model"):
-                kw = dict(gguf_file=path.name, local_files_only=True)
-                tok = _mend_tokenizer(AutoTokenizer.from_pretrained(path.parent, **kw), field)
-        except (MemoryError, torch.OutOfMemoryError):
+            ids = special_ids(file)
+            tok = read_tokenizer(file, ids)
+            ends = [*dict.fromkeys(ids["eos_token_id"] + (turn_end(tok) if tok else []))]
+            ids |= dict(eos_token_id=ends if len(ends) > 1 else next(iter(ends), None))
+            model = read_model(file, ids, dtype, grouped)
+        except (ModelError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as e:
-            arch = field("general.architecture")
-            why = f"GGUF architecture {arch!r} can't be read ({one_line(e)})"
-            raise _unsupported(path, why) from e
+            raise file.refusal("it", f"can't be read as {file.arch!r} ({one_line(e)})") from e
+        with contextlib.suppress(OSError):  # a file beside it may say more than the GGUF file
+            found = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
+            model.generation_config = found
     if (packing := _packing(kind)) and not any(hasattr(p, "groups") for p in model.parameters()):
         log.warning(
             "%s: its weights, %s, are dequantised: they take the memory and the time of %s",
@@ -640,13 +601,13 @@ def load_gguf(
 # %% ../../nbs/3_models/load.ipynb #gguf0004
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     "The tokenizer alone of a folder or a `.gguf` file. Raises `ModelError`."
-    if not path.is_file():
-        if not has_tokenizer(path):
-            raise ModelError(f"there is no tokenizer in {path}")
+    if path.is_file():
         with quiet():
-            return _read_tokenizer(path, path)
-    with quiet(), read_once(path) as reader:
-        field = _fields(reader)
-        if not field("tokenizer.ggml.model"):
-            raise ModelError(f"there is no tokenizer in {path}")
-        return _mend_tokenizer(_read_tokenizer(path, path.parent, gguf_file=path.name), field)
+            file = GGUFFile(path)
+            tokenizer = read_tokenizer(file, special_ids(file))
+    else:
+        with quiet():
+            tokenizer = _read_tokenizer(path) if has_tokenizer(path) else None
+    if tokenizer is None:
+        raise ModelError(f"there is no tokenizer in {path}")
+    return tokenizer
