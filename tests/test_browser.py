@@ -278,7 +278,8 @@ def written(tmp_path):
 def shares_of(data, step):
     "Of each row of a step, in the order of the packed row: its request, what it had written, and what came."
     requests, found = {r["request"]: r for r in data["requests"]}, []
-    for _, number, start, n, _, samples, _ in sorted(step["rows"], key=lambda r: (r[3] > 1, r[0])):
+    rows = sorted(step["rows"], key=lambda r: (r[3] > 1, r[0]))
+    for _, number, start, n, _, samples, _, _ in rows:
         r = requests[number]
         k = start + n - r["prompt_tokens"]  # tokens of its answer that it has read
         came = r["pieces"][k : k + 1] if samples and k >= 0 else []
