@@ -10,7 +10,7 @@ from batchlab.basics.padding import PaddedEngine
 from batchlab.basics.prefill import SoloEngine, Session, eos_ids_of, generate_naive
 from batchlab.basics.prefix import PrefixEngine, chunk_keys, common_length, common_prefix
 from batchlab.basics.ragged import RaggedEngine
-from batchlab.basics.slots import SlotBatch, SlotEngine
+from batchlab.basics.slots import PrefixIndex, SlotBatch, SlotEngine
 from batchlab.errors import EngineError, PromptError
 from batchlab.models import tiny_model
 from helpers import draws
@@ -123,13 +123,28 @@ def test_edges():
     assert engine.run([], 4) == [] and not engine.cancel(zeros)
 
 
-def test_a_slot_that_was_taken_again_is_not_found_under_its_old_version():
+def test_a_slot_that_was_taken_again_is_not_found_under_what_it_had():
     batch = SlotBatch(model("llama"), 1)
     shared = [(7 * i) % 259 for i in range(32)]
     batch.run([shared + [1]], 1)
-    assert batch.find(shared) == (0, 32)
+    assert batch.index.find(shared) == (0, 32)
     batch.run([[200] * 20], 1)  # the only slot has another request now
-    assert batch.find(shared) == (0, 0) and batch.find([200] * 20) == (0, 20)
+    assert batch.index.find(shared) == (0, 0) and batch.index.find([200] * 20) == (0, 20)
+
+
+def test_an_index_is_as_large_as_what_the_slots_have(monkeypatch):
+    hashed = []
+    spy = lambda ids, **more: hashed.extend(ids[: len(ids) // 16 * 16]) or chunk_keys(ids, **more)
+    monkeypatch.setattr("batchlab.basics.slots.chunk_keys", spy)
+    index, text = PrefixIndex(2), [*range(70)]
+    for token in text:
+        index.keep(0, [token])
+    assert hashed == text[:64]  # each chunk once
+    index.keep(1, text[:40])  # the same chunks, which lead to slot 1 now
+    assert index.find([*text, 1]) == (0, 70) and len(index.holders) == 4
+    index.clear(1)
+    index.clear(0)
+    assert not index.holders and [slot.version for slot in index.slots] == [1, 1]
 
 
 def test_prefixes_exact_to_the_token():

@@ -254,10 +254,10 @@ def test_an_index_leads_to_blocks_and_tokens_are_compared():
     blocks = [Block(token_ids=[1, 2, 3, 4]), Block(token_ids=[1, 2, 9])]
     index = BlockIndex(blocks, 4)
     for i in range(2):
-        index.note(i)
+        index.add(i)
     name = blocks[0].hash
     blocks.append(Block(token_ids=[7], parent=name))
-    index.note(2)
+    index.add(2)
     found = [index.longest(b"", ids) for ids in ([1, 2, 9, 9], [1, 2, 3, 9], [5], [])]
     assert found == [(3, 1), (3, 0), (0, None), (0, None)]
     assert (index.longest(name, [7, 7]), index.longest(b"x", [7])) == ((1, 2), (0, None))

@@ -15,8 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ..errors import PromptError
 
 # %% auto #0
-__all__ = ['Sampler', 'generate_naive', 'eos_ids_of', 'forward', 'Session', 'greedy', 'room_behind', 'SoloQueue', 'SoloForward',
-           'SoloEngine']
+__all__ = ['Sampler', 'generate_naive', 'eos_ids_of', 'forward', 'Session', 'greedy', 'room_behind', 'SoloEngine']
 
 # %% ../../nbs/1_basics/01_prefill.ipynb #afb4189b
 @torch.inference_mode()
@@ -115,19 +114,22 @@ def room_behind(model: PreTrainedModel, prompt_ids: Sequence[int]) -> int:
         raise PromptError(f"the prompt has {len(prompt_ids)} tokens: shorten it to {context - 1}")
     return context - len(prompt_ids)
 
-# %% ../../nbs/1_basics/01_prefill.ipynb #07e1af2c
-class SoloQueue:
-    """Sessions that wait, and those that run, of which there are at most `num_slots`."""
+# %% ../../nbs/1_basics/01_prefill.ipynb #29c99c22
+class SoloEngine:
+    """Runs requests one after the other, each with a KV cache of its own. The chapters that follow
+    change how it computes."""
 
     def __init__(
         self, model: PreTrainedModel, num_slots: int = 1, sample: Sampler = greedy
     ) -> None:
         self.model = model
-        self.num_slots = num_slots
+        self.num_slots = num_slots  # most requests that run at once
         self.sample = sample
         self.waiting: deque[Session] = deque()
         self.running: list[Session] = []
         self.caches: dict[Session, Cache] = {}
+
+    # The queue
 
     def add_request(
         self, prompt_ids: Iterable[int], max_tokens: int = 16, **settings: object
@@ -150,9 +152,18 @@ class SoloQueue:
         room = min(self.num_slots - len(self.running), len(self.waiting))
         return [self.waiting.popleft() for _ in range(room)]
 
-# %% ../../nbs/1_basics/01_prefill.ipynb #43e0af42
-class SoloForward(SoloQueue):
-    """Computes what sessions need, one after the other, each with a KV cache of its own."""
+    def cancel(self, request: Session) -> bool:
+        """End a request that is waiting or running. Returns whether it had not ended before."""
+        if request.finish_reason:
+            return False
+        request.finish("cancelled")
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self.leave([request])
+        return True
+
+    # The model
 
     def prefill(self, requests: list[Session]) -> Tensor:
         """Run prompts through the model: logits `[B, V]` of their last tokens."""
@@ -164,25 +175,23 @@ class SoloForward(SoloQueue):
         return torch.cat([self.extend(self.caches[r], r.output_ids[-1:]) for r in requests])
 
     def extend(self, cache: Cache, token_ids: list[int]) -> Tensor:
-        """Run `token_ids` behind what one row's `cache` holds: logits `[1, V]` of the last."""
+        """Run `token_ids` behind those in one row's `cache`: logits `[1, V]` of the last."""
         ids = torch.tensor([token_ids], device=self.model.device)
         start = cache.get_seq_length()
         positions = torch.arange(start, start + len(token_ids), device=ids.device)[None]
         return forward(self.model, ids, cache, positions)
 
     def leave(self, requests: list[Session]) -> None:
-        """Forget requests that have ended, and their keys and values."""
+        """Drop running requests that have ended, and their keys and values."""
         for request in requests:
             self.running.remove(request)
             self.caches.pop(request, None)
 
     def forget(self) -> None:
-        """Drop all that is held, after a step that failed in the middle."""
+        """Drop all keys and values, after a step that failed in the middle."""
         self.caches = {}
 
-# %% ../../nbs/1_basics/01_prefill.ipynb #29c99c22
-class SoloEngine(SoloForward):
-    """Runs requests one after the other. The chapters that follow change how it computes."""
+    # The loop
 
     @torch.inference_mode()
     def step(self) -> list[Session]:
@@ -195,22 +204,11 @@ class SoloEngine(SoloForward):
         return moved + (self.take(new, self.prefill(new)) if new else [])
 
     def take(self, requests: list[Session], logits: Tensor) -> list[Session]:
-        """Sample the next tokens of `requests`, and let go of those that end."""
+        """Sample the next tokens of `requests`, and drop those that end."""
         for request, token in zip(requests, self.sample(logits, requests)):
             request.append(token)
         self.leave([r for r in requests if r.finish_reason])
         return requests
-
-    def cancel(self, request: Session) -> bool:
-        """End a request, wherever it is. Returns whether it had not ended before."""
-        if request.finish_reason:
-            return False
-        request.finish("cancelled")
-        if request in self.waiting:
-            self.waiting.remove(request)
-        else:
-            self.leave([request])
-        return True
 
     def run(self, prompts: Iterable[Sequence[int]], max_tokens: int = 16) -> list[list[int]]:
         """The answers to `prompts`, in order."""

@@ -30,9 +30,10 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 CHUNK = 16  # tokens; prefixes are looked for in whole chunks
 
 
-def chunk_keys(token_ids: Sequence[int], chunk_size: int = CHUNK) -> list[bytes]:
-    """A name for each whole chunk of `token_ids` together with all that goes before it."""
-    keys, name = [], b""
+def chunk_keys(token_ids: Sequence[int], chunk_size: int = CHUNK, name: bytes = b"") -> list[bytes]:
+    """A name for each whole chunk of `token_ids` together with all that goes before it; `name`:
+    that of the chunk before `token_ids`."""
+    keys = []
     for end in range(chunk_size, len(token_ids) + 1, chunk_size):
         chunk = repr(token_ids[end - chunk_size : end]).encode()
         name = hashlib.blake2b(name + chunk, digest_size=16).digest()

@@ -14,7 +14,7 @@ from .padding import agree
 from .prefill import SoloEngine, Session, Sampler, greedy
 
 # %% auto #0
-__all__ = ['Rows', 'masks_for', 'RaggedColumns', 'flatten', 'RaggedEngine', 'can_pack']
+__all__ = ['Rows', 'masks_for', 'flatten', 'RaggedEngine', 'can_pack']
 
 # %% ../../nbs/1_basics/05_ragged.ipynb #a419c855
 def masks_for(model: PreTrainedModel, sees: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
@@ -38,42 +38,6 @@ def masks_for(model: PreTrainedModel, sees: Tensor, distance: Tensor) -> Tensor 
         return {kind: additive(near if "sliding" in kind else sees) for kind in kinds}
     return additive(sees if kinds == {"full_attention"} else near)
 
-# %% ../../nbs/1_basics/05_ragged.ipynb #e6400876
-class RaggedColumns(SoloEngine):
-    """All keys and values are the columns of one row, which each step extends.
-
-    `owners` int64 `[N]` says whose a column is (-1: nobody's), `positions` int64 `[N]` which
-    token of its owner: nothing is moved when a request joins or leaves."""
-
-    def __init__(
-        self, model: PreTrainedModel, num_slots: int = 8, sample: Sampler = greedy
-    ) -> None:
-        super().__init__(model, num_slots, sample)
-        self.cache = RowCache()
-        self.owners = torch.empty(0, dtype=torch.int64, device=model.device)
-        self.positions = self.owners
-        self.slots: dict[Session, int] = {}
-
-    def extend_columns(self, slots: Tensor, positions: Tensor) -> None:
-        """Note whose the next columns are, and which tokens."""
-        self.owners = torch.cat([self.owners, slots])
-        self.positions = torch.cat([self.positions, positions])
-
-    def owned(self, slots: Tensor) -> Tensor:
-        """bool `[T, N]`: whether the column belongs to the slot."""
-        return slots[:, None] == self.owners
-
-    def compact(self, keep: Tensor) -> None:
-        """Give back the columns that are not in `keep`, bool `[N]`. Called seldom, so that each
-        is moved seldom."""
-        self.owners, self.positions = self.owners[keep], self.positions[keep]
-        self.cache.select(columns=keep.nonzero()[:, 0])
-
-    def forget(self) -> None:
-        """Drop all that is held: a step that failed may have written some layers and not others."""
-        self.cache = RowCache()
-        self.owners, self.positions = self.owners[:0], self.positions[:0]
-
 # %% ../../nbs/1_basics/05_ragged.ipynb #5107ef10
 Rows = Sequence[tuple[Session, list[int]]]  # requests, and the new tokens of each
 
@@ -89,9 +53,22 @@ def flatten(rows: Rows, slots: dict[Session, int]) -> tuple[Tensor, Tensor, Tens
     return ids, owners, positions
 
 # %% ../../nbs/1_basics/05_ragged.ipynb #71543a64
-class RaggedEngine(RaggedColumns):
-    """One call of the model a step: the prompts of newcomers and the newest tokens of the
-    others, side by side in one row."""
+class RaggedEngine(SoloEngine):
+    """One call of the model a step: the prompts of new requests and the newest tokens of the
+    others, side by side in one row. Keys and values are the columns of one row of the cache, which
+    each step extends.
+
+    `owners` int64 `[N]` says which slot owns a column (-1: none), `positions` int64 `[N]` which
+    token of its owner: nothing is moved when a request joins or leaves."""
+
+    def __init__(
+        self, model: PreTrainedModel, num_slots: int = 8, sample: Sampler = greedy
+    ) -> None:
+        super().__init__(model, num_slots, sample)
+        self.cache = RowCache()
+        self.owners = torch.empty(0, dtype=torch.int64, device=model.device)
+        self.positions = self.owners
+        self.slots: dict[Session, int] = {}
 
     @torch.inference_mode()
     def step(self) -> list[Session]:
@@ -122,6 +99,28 @@ class RaggedEngine(RaggedColumns):
                 self.owners = self.owners.masked_fill(self.owners == slot, -1)
         if 2 * int((self.owners < 0).sum()) > len(self.owners):
             self.compact(self.owners >= 0)
+
+    # Columns
+
+    def extend_columns(self, slots: Tensor, positions: Tensor) -> None:
+        """Note which slots own the next columns, and their positions."""
+        self.owners = torch.cat([self.owners, slots])
+        self.positions = torch.cat([self.positions, positions])
+
+    def owned(self, slots: Tensor) -> Tensor:
+        """bool `[T, N]`: whether the column belongs to the slot."""
+        return slots[:, None] == self.owners
+
+    def compact(self, keep: Tensor) -> None:
+        """Give back the columns that are not in `keep`, bool `[N]`. Called seldom, so that each
+        is moved seldom."""
+        self.owners, self.positions = self.owners[keep], self.positions[keep]
+        self.cache.select(columns=keep.nonzero()[:, 0])
+
+    def forget(self) -> None:
+        """Drop all columns: a step that failed may have written some layers and not others."""
+        self.cache = RowCache()
+        self.owners, self.positions = self.owners[:0], self.positions[:0]
 
 # %% ../../nbs/1_basics/05_ragged.ipynb #96fc5b5d
 @torch.inference_mode()

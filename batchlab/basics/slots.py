@@ -19,25 +19,67 @@ from .ragged import RaggedEngine, can_pack
 from ..errors import EngineError
 
 # %% auto #0
-__all__ = ['Slot', 'SlotSeats', 'SlotPrefixes', 'SlotColumns', 'SlotBatch', 'RecomputeEngine', 'batch_for', 'SlotRequests',
-           'SlotSteps', 'SlotAnswers', 'SlotEngine']
+__all__ = ['Slot', 'PrefixIndex', 'SlotBatch', 'RecomputeEngine', 'batch_for', 'SlotEngine']
 
 # %% ../../nbs/1_basics/06_slots.ipynb #c5dbd96b
 @dataclass
 class Slot:
-    """A seat in the batch. `token_ids`: the tokens whose keys and values it holds, also after
-    its request has left; `version` goes up whenever the slot changes hands."""
+    """A seat in the batch. `token_ids`: the tokens whose keys and values it has, also after its
+    request has left; `keys`: the names of their whole chunks. `version` goes up whenever the slot
+    changes hands."""
 
     version: int = 0
     used_at: int = 0
     request: Session | None = None
     token_ids: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
 
 # %% ../../nbs/1_basics/06_slots.ipynb #b7cef7fa
-class SlotSeats(RaggedEngine):
-    """A packed batch whose slots share columns: `holds` bool `[slots, N]` says which slot sees
-    which column. A prompt takes at most `chunk_size` tokens of a step, so that it does not hold
-    up those that decode; slots keep up to `max_columns` columns in all."""
+class PrefixIndex:
+    """Finds the slot that has most of the beginning of a prompt.
+
+    `holders`: the name of a chunk, with all that goes before it -> a slot that has it."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = [Slot() for _ in range(num_slots)]
+        self.holders: dict[bytes, int] = {}
+
+    def keep(self, number: int, tokens: Sequence[int]) -> None:
+        """Note that a slot has `tokens` behind those that it had."""
+        slot = self.slots[number]
+        slot.token_ids.extend(tokens)
+        rest = slot.token_ids[CHUNK * len(slot.keys) :]
+        new = chunk_keys(rest, name=slot.keys[-1] if slot.keys else b"")
+        slot.keys += new
+        self.holders.update(dict.fromkeys(new, number))
+
+    def find(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """The slot that has most of the beginning of `prompt`, and how many tokens of it, exact to
+        the token."""
+        best = (0, 0)
+        for key in chunk_keys(prompt):
+            if key not in self.holders:
+                break
+            number = self.holders[key]
+            best = (number, common_length(prompt, self.slots[number].token_ids))
+        return best
+
+    def clear(self, number: int) -> None:
+        """Forget what a slot has: it changes hands."""
+        slot = self.slots[number]
+        for key in slot.keys:
+            if self.holders.get(key) == number:
+                del self.holders[key]
+        slot.version += 1
+        slot.token_ids, slot.keys = [], []
+
+# %% ../../nbs/1_basics/06_slots.ipynb #ce0afc05
+class SlotBatch(RaggedEngine):
+    """A packed batch whose slots share columns, and remember them when their requests have left.
+
+    `holds` bool `[slots, N]` says which slot sees which column. The prompts of a step bring at most
+    `chunk_size` tokens together, so that they do not hold up the requests that decode. Slots without
+    a request are cleared when one leaves and there are more than `max_columns` columns."""
 
     def __init__(
         self,
@@ -50,89 +92,9 @@ class SlotSeats(RaggedEngine):
         super().__init__(model, num_slots, sample)
         self.chunk_size = chunk_size
         self.max_columns = max_columns
-        self.table = [Slot() for _ in range(num_slots)]
+        self.index = PrefixIndex(num_slots)
         self.holds = torch.zeros(num_slots, 0, dtype=torch.bool, device=model.device)
-        self.index: dict[bytes, tuple[int, int]] = {}  # hash of all up to a chunk -> slot, version
         self.counts = dict(steps=0, prefill=0, decode=0, reused=0)
-
-    def keep(self, number: int, tokens: list[int]) -> None:
-        """Note that a slot holds `tokens` behind those that it held, for others to find."""
-        slot = self.table[number]
-        start = len(slot.token_ids) // CHUNK
-        slot.token_ids.extend(tokens)
-        for key in chunk_keys(slot.token_ids)[start:]:
-            self.index[key] = (number, slot.version)
-
-# %% ../../nbs/1_basics/06_slots.ipynb #26b0b7c2
-class SlotPrefixes(SlotSeats):
-    """Gives requests their slots, and in them what is held of their prompts."""
-
-    def find(self, prompt: list[int]) -> tuple[int, int]:
-        """The slot that holds most of the beginning of `prompt`, and how many tokens of it,
-        exact to the token."""
-        best = (0, 0)
-        for key in chunk_keys(prompt):
-            number, version = self.index.get(key, (0, -1))
-            if self.table[number].version != version:  # another request has had that slot since
-                self.index.pop(key, None)
-                break
-            best = (number, common_length(prompt, self.table[number].token_ids))
-        return best
-
-    def enter(self, request: Session) -> None:
-        """Give `request` a free slot, and what is there of its prompt but the last token, whose
-        logits are needed."""
-        source, length = self.find(request.prompt_ids[:-1])
-        held = self.holds[source] & (self.positions < length)
-        free = [i for i, slot in enumerate(self.table) if slot.request is None]
-        number = (
-            source if source in free and length else min(free, key=lambda i: self.table[i].used_at)
-        )
-        slot = self.table[number]
-        slot.version, slot.used_at = slot.version + 1, self.counts["steps"]
-        slot.request, slot.token_ids = request, []
-        self.holds[number] = held
-        self.keep(number, request.prompt_ids[:length])
-        self.slots[request], request.num_computed = number, length
-        self.counts["reused"] += length
-        self.running.append(request)
-
-# %% ../../nbs/1_basics/06_slots.ipynb #b14dee25
-class SlotColumns(SlotPrefixes):
-    """Lets slots hold columns together, also after their requests have left."""
-
-    def extend_columns(self, slots: Tensor, positions: Tensor) -> None:
-        super().extend_columns(slots, positions)
-        own = torch.arange(self.num_slots, device=slots.device)[:, None] == slots
-        self.holds = torch.cat([self.holds, own], 1)
-
-    def owned(self, slots: Tensor) -> Tensor:
-        return self.holds[slots]
-
-    @torch.inference_mode()
-    def leave(self, requests: list[Session]) -> None:
-        for request in requests:
-            self.running.remove(request)
-            self.table[self.slots.pop(request)].request = None
-        if self.holds.shape[1] > self.max_columns:
-            for number, slot in enumerate(self.table):
-                if slot.request is None:
-                    slot.version, slot.token_ids = slot.version + 1, []
-                    self.holds[number] = False
-        used = self.holds.any(0)
-        if 2 * int(used.sum()) < len(used):
-            self.holds = self.holds[:, used]
-            self.compact(used)
-
-    def forget(self) -> None:
-        super().forget()
-        self.holds = self.holds[:, :0]
-        for slot in self.table:
-            slot.version, slot.token_ids = slot.version + 1, []
-
-# %% ../../nbs/1_basics/06_slots.ipynb #ce0afc05
-class SlotBatch(SlotColumns):
-    """A packed batch that takes prompts in chunks, and remembers what its slots held."""
 
     @torch.inference_mode()
     def step(self) -> list[Session]:
@@ -153,9 +115,55 @@ class SlotBatch(SlotColumns):
         self.counts["steps"] += 1
         logits = self.execute(rows)
         for request, tokens in rows:
-            self.keep(self.slots[request], tokens)
+            self.index.keep(self.slots[request], tokens)
         due = [i for i, (r, _) in enumerate(rows) if r.num_computed == len(r.token_ids)]
         return self.take([rows[i][0] for i in due], logits[due]) if due else []
+
+    def enter(self, request: Session) -> None:
+        """Give `request` a free slot, and what is there of its prompt but the last token, whose
+        logits are needed."""
+        source, length = self.index.find(request.prompt_ids[:-1])
+        shared = self.holds[source] & (self.positions < length)
+        slots = self.index.slots
+        free = [i for i, slot in enumerate(slots) if slot.request is None]
+        oldest = min(free, key=lambda i: slots[i].used_at)
+        number = source if source in free and length else oldest
+        self.index.clear(number)
+        self.index.keep(number, request.prompt_ids[:length])
+        slots[number].request, slots[number].used_at = request, self.counts["steps"]
+        self.holds[number] = shared
+        self.slots[request], request.num_computed = number, length
+        self.counts["reused"] += length
+        self.running.append(request)
+
+    @torch.inference_mode()
+    def leave(self, requests: list[Session]) -> None:
+        for request in requests:
+            self.running.remove(request)
+            self.index.slots[self.slots.pop(request)].request = None
+        if self.holds.shape[1] > self.max_columns:
+            for number, slot in enumerate(self.index.slots):
+                if slot.request is None:
+                    self.index.clear(number)
+                    self.holds[number] = False
+        used = self.holds.any(0)
+        if 2 * int(used.sum()) < len(used):
+            self.holds = self.holds[:, used]
+            self.compact(used)
+
+    def extend_columns(self, slots: Tensor, positions: Tensor) -> None:
+        super().extend_columns(slots, positions)
+        own = torch.arange(self.num_slots, device=slots.device)[:, None] == slots
+        self.holds = torch.cat([self.holds, own], 1)
+
+    def owned(self, slots: Tensor) -> Tensor:
+        return self.holds[slots]
+
+    def forget(self) -> None:
+        super().forget()
+        self.holds = self.holds[:, :0]
+        for number in range(self.num_slots):
+            self.index.clear(number)
 
 # %% ../../nbs/1_basics/06_slots.ipynb #6d34206e
 class RecomputeEngine(SoloEngine):
@@ -178,9 +186,13 @@ def batch_for(
         return "padded", PaddedEngine(model, num_slots, sample)
     return "alone", RecomputeEngine(model, num_slots, sample)
 
-# %% ../../nbs/1_basics/06_slots.ipynb #e06af802
-class SlotRequests:
-    """Requests of any thread, for the engine that `batch_for` chooses; `way`: how it batches."""
+# %% ../../nbs/1_basics/06_slots.ipynb #1489edb0
+class SlotEngine:
+    """Continuous batching for any causal language model: packed if it can be packed (`way`),
+    else padded, else one by one.
+
+    Requests can be added and cancelled from any thread. The steps are made by the caller, in
+    `step`, `run`, `stream` or `wait`, or by the background thread, between `start` and `stop`."""
 
     def __init__(
         self, model: PreTrainedModel, num_slots: int = 8, sample: Sampler = greedy, **settings: int
@@ -201,6 +213,8 @@ class SlotRequests:
         finally:
             self.changed.release()
 
+    # Requests
+
     @property
     def has_unfinished(self) -> bool:
         return self.engine.has_unfinished
@@ -215,19 +229,17 @@ class SlotRequests:
             return request
 
     def cancel(self, request: Session) -> bool:
-        """End a request, wherever it is. Returns whether it had not ended before."""
+        """End a request that is waiting or running. Returns whether it had not ended before."""
         with self.locked():
             return self.engine.cancel(request)
 
-# %% ../../nbs/1_basics/06_slots.ipynb #d467f7e6
-class SlotSteps(SlotRequests):
-    """Steps that no other thread makes at the same time, and answers."""
+    # Steps
 
     def step(self) -> list[Session]:
         """One call of the model, or a few if it can't be packed. Returns the requests that got a
         token.
 
-        If it fails, all that are unfinished end with 'error', and nothing is held any more."""
+        If it fails, all that are unfinished end with 'error', and all keys and values are dropped."""
         with self.locked():
             try:
                 moved = self.engine.step()
@@ -247,9 +259,7 @@ class SlotSteps(SlotRequests):
         self.engine.leave([r for r in left if r in self.engine.running])
         self.changed.notify_all()
 
-# %% ../../nbs/1_basics/06_slots.ipynb #f87cc7ae
-class SlotAnswers(SlotSteps):
-    """Answers when they are whole, or token by token."""
+    # Answers
 
     def wait(self, request: Session) -> list[int]:
         """The tokens of `request` once it has ended, by this thread's steps or the background's."""
@@ -285,13 +295,7 @@ class SlotAnswers(SlotSteps):
                 return
             self.go_on(lambda: any(len(r.output_ids) > n for r, n in zip(requests, told)))
 
-# %% ../../nbs/1_basics/06_slots.ipynb #1489edb0
-class SlotEngine(SlotAnswers):
-    """Continuous batching for any causal language model: packed if it can be packed (`way`),
-    else padded, else one by one.
-
-    Requests can be added and cancelled from any thread. The steps are made by the caller, in
-    `step`, `run`, `stream` or `wait`, or by the background thread, between `start` and `stop`."""
+    # The background thread
 
     def start(self) -> None:
         """Let a thread of its own make the steps."""

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockNames', 'BlockIndex', 'BlockCounts', 'BlockReturns', 'BlockMemory',
-           'BlockRecords', 'SecondTier', 'TieredBlocks', 'BlockLoads', 'BlockPool']
+__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockIndex', 'Tier', 'BlockPool']
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #blk00007
 import math
@@ -25,12 +24,13 @@ class KVBudget:
     number.
 
     `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give
-    back what lies idle with others than `owner`."""
+    back what is idle with others than `owner`."""
 
     def __init__(
         self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None
     ) -> None:
-        self.limit, self.on_short = limit, on_short
+        self.limit = limit
+        self.on_short = on_short
         self.claims: dict[Hashable, int] = {}
 
     def left(self, owner: Hashable) -> float:
@@ -41,14 +41,14 @@ class KVBudget:
         return self.limit - sum(n for o, n in self.claims.items() if o != owner)
 
     def has_room(self, owner: Hashable, tokens: int) -> bool:
-        """Whether `owner` may hold `tokens` in all, if need be once others have given back what
-        lies idle."""
+        """Whether `owner` may hold `tokens` in all, if need be once others have given back what is
+        idle."""
         if tokens > self.left(owner) and self.on_short is not None:
             self.on_short(owner)
         return tokens <= self.left(owner)
 
     def claim(self, owner: Hashable, tokens: int) -> bool:
-        "Let `owner` hold `tokens` in all; whether they were there."
+        """Let `owner` hold `tokens` in all. Returns whether there was room."""
         if not self.has_room(owner, tokens):
             return False
         if tokens:
@@ -60,22 +60,21 @@ class KVBudget:
 # %% ../../nbs/2_core/10b_blocks.ipynb #c4493a25
 @dataclass(slots=True, eq=False)
 class Block:
-    """What is known of one block: `block_size` places for the KV of consecutive tokens, in all
+    """What is known of one block: room for the KV of `block_size` consecutive tokens, in all
     layers.
 
-    `refs`: requests (and copies in flight) that need it as it is. `token_ids`: the tokens whose
-    KV lies in it. `parent`: the hash of all that comes before it; `hash`: of that and its own
-    tokens, once it is full. `listed`: whether it can be found."""
+    `parent` is the hash of all tokens before it; `hash` that of those and its own, once it is
+    full."""
 
-    refs: int = 0
+    refs: int = 0  # requests, and copies in flight, that need it as it is
     token_ids: list[int] = field(default_factory=list)
     parent: bytes = b""
     hash: bytes | None = None
-    listed: bool = False
+    listed: bool = False  # whether it can be found
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #dbfc0171
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    "How many leading items `a` and `b` share."
+    """How many leading items `a` and `b` share."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n
@@ -84,21 +83,21 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 # %% ../../nbs/2_core/10b_blocks.ipynb #7a60d5e4
 @dataclass(frozen=True)
 class Hit:
-    """What a pool holds of a prompt: whole `blocks`, to be shared, and `n` more tokens in block
-    `source`, to be copied.
-
-    `stored`: names of the whole blocks between them, which a second tier has. `num_tokens`: of
-    all together."""
+    """What a pool has of a prompt: whole `blocks`, to be shared, then `stored` blocks of the second
+    tier, by name, then `n` tokens to copy from block `source`."""
 
     blocks: list[int]
-    num_tokens: int
+    num_tokens: int  # of all together
     source: int | None = None
     n: int = 0
     stored: list[bytes] = field(default_factory=list)
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #b2a54fca
-class BlockNames:
-    "The names of what lies in `blocks`: chained hashes, and which block ends with each."
+class BlockIndex:
+    """Finds `blocks` by their tokens, exact to the token.
+
+    `full`: hash → the full block that ends with it. `children`: hash → the listed blocks that go on
+    after it. `chunk_size`: tokens to a link of the chain of hashes."""
 
     def __init__(self, blocks: list[Block], block_size: int) -> None:
         self.blocks = blocks
@@ -108,46 +107,69 @@ class BlockNames:
         self.children: dict[bytes, dict[int, None]] = {}
 
     def chain(self, ids: Sequence[int], parent: bytes = b"") -> bytes:
-        "The hash of `ids` that come after `parent`."
+        """The hash of `ids` that come after `parent`."""
         for i in range(0, len(ids), self.chunk_size):
             parent = content_hash(ids[i : i + self.chunk_size], parent)
         return parent
 
-    def note(self, i: int) -> None:
-        """Block `i` has tokens: from now on it can be found. A full one gets its hash.
+    def name(
+        self, at: int, part: Sequence[int], hashes: Sequence[bytes] | None, parent: bytes
+    ) -> bytes:
+        """The hash of the block of tokens `part` at position `at`, behind `parent`: from `hashes`,
+        if it is there."""
+        k = (at + self.block_size) // self.chunk_size - 1
+        return hashes[k] if hashes is not None and k < len(hashes) else self.chain(part, parent)
 
-        Where the same lies elsewhere already, a full block need not be found any more."""
-        b = self.blocks[i]
-        if not b.listed:
-            b.listed = True
-            self.children.setdefault(b.parent, {})[i] = None
-        if len(b.token_ids) == self.block_size:
-            b.hash = self.chain(b.token_ids, b.parent)
-            if self.full.setdefault(b.hash, i) != i:
+    def add(self, i: int) -> None:
+        """Let block `i` be found. A full one gets its hash; where its tokens are in another full
+        block already, it need not be found."""
+        block = self.blocks[i]
+        if not block.listed:
+            block.listed = True
+            self.children.setdefault(block.parent, {})[i] = None
+        if len(block.token_ids) == self.block_size:
+            block.hash = self.chain(block.token_ids, block.parent)
+            if self.full.setdefault(block.hash, i) != i:
                 self.remove(i)
 
     def remove(self, i: int) -> None:
-        "Block `i` can be found no longer."
-        b = self.blocks[i]
-        if not b.listed:
+        """Let block `i` be found no longer."""
+        block = self.blocks[i]
+        if not block.listed:
             return
-        b.listed, siblings = False, self.children[b.parent]
+        block.listed = False
+        siblings = self.children[block.parent]
         del siblings[i]
         if not siblings:
-            del self.children[b.parent]
-        if b.hash is not None and self.full.get(b.hash) == i:
-            del self.full[b.hash]
+            del self.children[block.parent]
+        if block.hash is not None and self.full.get(block.hash) == i:
+            del self.full[block.hash]
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #7f0ec3e6
-class BlockIndex(BlockNames):
-    """Finds `blocks` by what lies in them, exact to the token.
+    def clear(self) -> None:
+        self.full.clear()
+        self.children.clear()
 
-    `full`: hash → the full block that ends with it. `children`: hash → the listed blocks that go
-    on after it. `chunk_size`: tokens to a link of the chain of hashes."""
+    def find(self, ids: Sequence[int], hashes: Sequence[bytes] | None, root: bytes) -> Hit:
+        """See `BlockPool.find`."""
+        size = self.block_size
+        last = len(ids) - 1
+        found: list[int] = []
+        parent = root
+        for at in range(0, last // size * size, size):
+            part = list(ids[at : at + size])
+            key = self.name(at, part, hashes, parent)
+            i = self.full.get(key)
+            if i is None or self.blocks[i].token_ids != part:
+                break
+            found.append(i)
+            parent = key
+        at = len(found) * size
+        n, source = self.longest(parent, list(ids[at : min(last, at + size)]))
+        return Hit(found, at + n, source, n)
 
     def longest(self, parent: bytes, ids: Sequence[int]) -> tuple[int, int | None]:
-        """Of the blocks that go on after `parent`, the one that shares most tokens with `ids`:
-        how many, and which (None for 0)."""
+        """Of the blocks that go on after `parent`, the one that shares most tokens with `ids`: how
+        many, and which (None for 0)."""
         n, best = 0, None
         for i in self.children.get(parent, ()):
             if n == len(ids):
@@ -157,46 +179,49 @@ class BlockIndex(BlockNames):
                 n, best = common_length(held, ids), i
         return n, best
 
-    def name(
-        self, at: int, part: Sequence[int], hashes: Sequence[bytes] | None, parent: bytes
-    ) -> bytes:
-        """The hash of the block of tokens `part` at position `at`, behind `parent`: that in
-        `hashes`, if it is there."""
-        k = (at + self.block_size) // self.chunk_size - 1
-        return hashes[k] if hashes is not None and k < len(hashes) else self.chain(part, parent)
+# %% ../../nbs/2_core/10b_blocks.ipynb #0d6252cc
+class Tier(Protocol):
+    """Where full blocks go that leave memory, and from where they come back. The `name` of a block
+    is its hash."""
 
-    def find(self, ids: Sequence[int], hashes: Sequence[bytes] | None, root: bytes) -> Hit:
-        "See `BlockPool.find`."
-        size, last, found, parent = self.block_size, len(ids) - 1, [], root
-        for at in range(0, last // size * size, size):
-            part = list(ids[at : at + size])
-            h = self.name(at, part, hashes, parent)
-            i = self.full.get(h)
-            if i is None or self.blocks[i].token_ids != part:
-                break
-            found.append(i)
-            parent = h
-        at = len(found) * size
-        n, source = self.longest(parent, list(ids[at : min(last, at + size)]))
-        return Hit(found, at + n, source, n)
+    def has(self, name: bytes) -> bool:
+        """Whether block `name` seems to be there, and is worth fetching."""
+        ...
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #320528eb
-class BlockCounts:
-    "All blocks, and how many are free, held or cached."
+    def fetch(self, name: bytes, ids: Sequence[int]) -> Any:
+        """Block `name`, with the KV of tokens `ids`, for the runner to put in its place. None if it
+        is not there, whole and with these tokens."""
+        ...
+
+    def put(self, block: int, about: Block) -> None:
+        """Keep what is in `block`, a full one. It is copied before this returns."""
+        ...
+
+# %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
+class BlockPool:
+    """Hands out blocks of KV, and finds again what is in them. Blocks are numbered from 0.
+
+    A block is held (`refs`), cached (not held, and found until it is taken for something else) or
+    free (not held, empty). `budget` limits their number, and may be
+    shared. With `prefix_caching=False` nothing is hashed or outlives its owner. After vLLM's block
+    pool, with hits exact to the token."""
 
     def __init__(
         self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
     ) -> None:
-        assert block_size >= 1
         self.block_size = block_size
         self.budget = budget or KVBudget()
         self.prefix_caching = prefix_caching
         self.blocks: list[Block] = []
         self.free: list[int] = []  # ascending
         self.cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
-        self.recent: set[int] = set()
+        self.recent: set[int] = set()  # released in this step: taken last
         self.index = BlockIndex(self.blocks, block_size)
-        self.evictions = self.hits = 0
+        self.tier: Tier | None = None
+        self.loading: list[tuple[Any, int]] = []  # what the tier had, and the block it goes to
+        self.most_loads = 2**62  # after so many a hit waits for another step
+        self.evictions = 0
+        self.hits = 0  # requests that began with cached tokens
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -206,66 +231,27 @@ class BlockCounts:
         return len(self.blocks) - len(self.free) - len(self.cached)
 
     def blocks_for(self, tokens: int) -> int:
-        "How many blocks hold that many tokens."
         return -(-tokens // self.block_size)
 
     def has_room(self, blocks: int) -> bool:
-        """Whether that many blocks more could be held, if need be once other owners of the
-        budget have given back."""
+        """Whether so many blocks more could be held, if need be once other owners of the budget
+        have given back."""
         more = blocks - len(self.free) - len(self.cached)
         return more <= 0 or self.budget.has_room(self, (len(self.blocks) + more) * self.block_size)
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #a504c5b1
-class BlockReturns(BlockCounts):
-    "Takes blocks back, and keeps what lies in them as long as there is room."
-
-    def share(self, block: int) -> None:
-        "Hold a block as it is, once more."
-        self.cached.pop(block, None)
-        self.blocks[block].refs += 1
-
-    def release(self, table: Sequence[int], keep: bool = True, spare: bool = False) -> None:
-        """Hold the blocks of `table` no longer. What lies in them can still be found, unless
-        `keep` is False; `spare`: see `recent`."""
-        if spare:
-            self.recent.update(table)
-        for i in reversed(table):  # the last first, so that children go before parents
-            b = self.blocks[i]
-            assert b.refs > 0, f"block {i} was released more often than held"
-            b.refs -= 1
-            if b.refs:
-                continue
-            if keep and b.listed:
-                self.cached[i] = None
-            else:
-                self._empty(i)
-                insort(self.free, i)
-
-    def spare_no_more(self) -> None:
-        "What was released so far may be taken again."
-        self.recent.clear()
-
-    def _empty(self, i: int) -> None:
-        "Nothing lies in block `i` any more."
-        self.index.remove(i)
-        b = self.blocks[i]
-        b.token_ids, b.parent, b.hash = [], b"", None
-
-# %% ../../nbs/2_core/10b_blocks.ipynb #6bdd0e04
-class BlockMemory(BlockReturns):
-    """Hands out blocks, and takes them back. See `BlockPool`, which finds again what lies in them."""
+    # Blocks in and out
 
     def take(self, after: int | None = None) -> int | None:
-        """An empty block, held once: free, else evicted, else of new memory; None if there is
-        none to be had.
-
-        Of the free ones it is the neighbour of block `after` if possible, else the lowest."""
+        """An empty block, held once: free (the neighbour of block `after` if possible), else
+        evicted, else of new memory. None if there is none."""
         if self.free:
             wanted = 0 if after is None else after + 1
             at = bisect_left(self.free, wanted)
             i = self.free.pop(at if self.free[at : at + 1] == [wanted] else 0)
-        elif self.cached and not self._spared(next(iter(self.cached))):
-            self._evict(i := self.cached.popitem(last=False)[0])
+        elif self.cached and not self._is_recent(next(iter(self.cached))):
+            i = self.cached.popitem(last=False)[0]
+            self._put(i)
+            self._empty(i)
             self.evictions += 1
         elif self.budget.claim(self, (len(self.blocks) + 1) * self.block_size):
             i = len(self.blocks)
@@ -275,140 +261,169 @@ class BlockMemory(BlockReturns):
         self.blocks[i].refs = 1
         return i
 
-    def _evict(self, i: int) -> None:
-        "Cached block `i` is taken for something else."
-        self._empty(i)
-
-    def _spared(self, block: int) -> bool:
-        "Whether there is new memory, and cached `block` was given back just now."
-        return block in self.recent and (
-            len(self.blocks) + 1
-        ) * self.block_size <= self.budget.left(self)
-
     def grow(self, table: list[int], tokens: int) -> bool:
         """Make `table` long enough for so many tokens. False, with nothing taken, if there is no
         memory for it."""
         had = len(table)
         while len(table) * self.block_size < tokens:
-            if (i := self.take(table[-1] if table else None)) is None:
-                self.release(table[had:])  # a block that no step begins is never cleaned
+            i = self.take(table[-1] if table else None)
+            if i is None:
+                self.release(table[had:])
                 del table[had:]
                 return False
             table.append(i)
         return True
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #0f693d04
-class BlockRecords(BlockMemory):
-    "Records what was written into blocks, so that it can be found."
+    def share(self, block: int) -> None:
+        """Hold a block as it is, once more."""
+        self.cached.pop(block, None)
+        self.blocks[block].refs += 1
+
+    def release(self, table: Sequence[int], keep: bool = True, recent: bool = False) -> None:
+        """Hold the blocks of `table` no longer. They can still be found, unless `keep` is False;
+        `recent`: they are taken last,
+        until `forget_recent`."""
+        if recent:
+            self.recent.update(table)
+        for i in reversed(table):  # children go before their parents
+            block = self.blocks[i]
+            assert block.refs > 0, f"block {i} was released more often than held"
+            block.refs -= 1
+            if block.refs:
+                continue
+            if keep and block.listed:
+                self.cached[i] = None
+            else:
+                self._empty(i)
+                insort(self.free, i)
+
+    def forget_recent(self) -> None:
+        """End a step: what was released in it may be taken as anything else."""
+        self.recent.clear()
+
+    def _is_recent(self, block: int) -> bool:
+        """Whether `block` was released in this step, and there is new memory instead."""
+        more = (len(self.blocks) + 1) * self.block_size
+        return block in self.recent and more <= self.budget.left(self)
+
+    def _empty(self, i: int) -> None:
+        self.index.remove(i)
+        block = self.blocks[i]
+        block.token_ids, block.parent, block.hash = [], b"", None
+
+    # What is in them
 
     def commit(
         self, table: Sequence[int], start: int, ids: Sequence[int], root: bytes = b""
     ) -> None:
-        """Note that the KV of tokens `ids`, at positions from `start` on, lies in the blocks of
-        `table`.
+        """Note that the KV of tokens `ids`, from position `start` on, is in the blocks of `table`,
+        each held once and filled up to there.
 
-        `root`: what else the KV depends on, such as an adapter. Each block must be held once,
-        and filled up to there."""
-        size, ids = self.block_size, list(ids)
+        `root`: what else the KV depends on, such as an adapter."""
+        size = self.block_size
+        ids = list(ids)
         while ids:
-            at, n = start // size, size - start % size
+            at, filled = divmod(start, size)
             i = table[at]
-            b = self.blocks[i]
-            assert b.refs == 1 and len(b.token_ids) == start % size, (
-                f"block {i} is not to be written at {start % size}"
+            block = self.blocks[i]
+            assert block.refs == 1 and len(block.token_ids) == filled, (
+                f"block {i} is not to be written at {filled}"
             )
-            if not b.token_ids:
-                b.parent = (self.blocks[table[at - 1]].hash or b"") if at else root
-            b.token_ids += ids[:n]
+            if not block.token_ids:
+                block.parent = (self.blocks[table[at - 1]].hash or b"") if at else root
+            n = size - filled
+            block.token_ids += ids[:n]
             if self.prefix_caching:
-                self.index.note(i)
+                self.index.add(i)
             start, ids = start + n, ids[n:]
 
+    def find(
+        self, ids: Sequence[int], hashes: Sequence[bytes] | None = None, root: bytes = b""
+    ) -> Hit:
+        """What there is of a sequence of tokens `ids`, all but the last, which has to be computed.
+
+        `hashes`: the chain of hashes of its chunks, if at hand. They only lead to blocks: the
+        tokens are compared."""
+        if not self.prefix_caching or len(ids) < 2:
+            return Hit([], 0)
+        hit = self.index.find(ids, hashes, root)
+        return hit if self.tier is None else self._find_stored(self.tier, ids, hashes, root, hit)
+
+    def enter(
+        self, ids: Sequence[int], hit: Hit, root: bytes = b""
+    ) -> tuple[list[int], list[tuple[int, int, int]], int]:
+        """`(table, copies, tokens)` for a sequence `ids` that begins with what was found.
+
+        `copies`: `(source, target, n)`; the source is held until it is released, after the copy was
+        made. `tokens`: how many of `ids` are there now.
+        Where holding the source would leave too few blocks for the rest of `ids`, nothing is
+        copied."""
+        for i in hit.blocks:
+            self.share(i)
+        table = list(hit.blocks)
+        if hit.source is not None:
+            self.share(hit.source)  # before a load may evict it
+        all_came = self._load(table, ids, hit.stored, root)
+        at = len(table) * self.block_size
+        self.hits += at + hit.n > 0
+        if hit.source is None:
+            return table, [], at
+        room = all_came and self.has_room(self.blocks_for(len(ids)) - len(table))
+        target = self.take(after=table[-1] if table else None) if room else None
+        if target is None:
+            self.release([hit.source])
+            return table, [], at
+        self.commit([*table, target], at, ids[at : at + hit.n], root)
+        return [*table, target], [(hit.source, target, hit.n)], at + hit.n
+
     def forget(self) -> None:
-        "Forget what nobody holds: cached blocks become free."
-        self.spare_no_more()
+        """Let cached blocks become free."""
+        self.forget_recent()
         for i in self.cached:
             self._empty(i)
         self.free = sorted([*self.free, *self.cached])
         self.cached.clear()
 
     def clear(self) -> None:
-        "Forget all, and give the memory back; nobody may hold a block."
+        """Forget all, and give the memory back; no block may be held."""
         assert not any(b.refs for b in self.blocks), "blocks are held"
-        index = self.index
-        for part in (self.blocks, self.free, self.cached, self.recent, index.full, index.children):
+        for part in (self.blocks, self.free, self.cached, self.recent, self.index, self.loading):
             part.clear()
         self.budget.claim(self, 0)
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #0d6252cc
-class SecondTier(Protocol):
-    """Where full blocks go that leave memory, and from where they come back. A pool does not know
-    what it is made of.
-
-    The `name` of a block is its hash: that of all tokens up to its end."""
-
-    def has(self, name: bytes) -> bool:
-        "Whether block `name` seems to be there, and is worth fetching."
-        ...
-
-    def fetch(self, name: bytes, ids: Sequence[int]) -> Any:
-        """Block `name`, in which the KV of tokens `ids` lies, for the runner to put in its place:
-        see `Batch.loads`. None if it is not there, whole and with these tokens."""
-        ...
-
-    def put(self, block: int, about: Block) -> None:
-        "Keep what lies in `block`, a full one. It is copied before this returns."
-        ...
-
-
-class TieredBlocks(BlockRecords):
-    """Blocks that may leave memory for a second `tier`, and come back from it; None if there is
-    none.
-
-    `loading`: blocks that nothing lies in before the next step, each with what the tier has
-    for it. `most_loads`: after how many of them a hit has to wait for another step."""
-
-    most_loads = 2**62
-
-    def __init__(
-        self, block_size: int = 64, budget: KVBudget | None = None, prefix_caching: bool = True
-    ) -> None:
-        super().__init__(block_size, budget, prefix_caching)
-        self.tier: SecondTier | None = None
-        self.loading: list[tuple[Any, int]] = []
-
-    def _evict(self, i: int) -> None:
-        self._put(i)
-        super()._evict(i)
-
-    def _put(self, i: int) -> None:
-        b = self.blocks[i]
-        if self.tier is not None and b.hash and all(i != target for _, target in self.loading):
-            self.tier.put(i, b)
+    # The second tier
 
     def keep(self) -> None:
-        """Have the second tier keep all that nobody holds, what was used last first: it is about to
-        be forgotten."""
+        """Have the second tier keep what is cached, what was used last first: it is about to be
+        forgotten."""
         for i in reversed(self.cached):
             self._put(i)
 
-    def clear(self) -> None:
-        super().clear()
-        self.loading.clear()
+    def loads_enough(self, hit: Hit) -> bool:
+        """Whether what `hit` would load, besides what is loaded already, is too much for one
+        step."""
+        return bool(hit.stored) and len(self.loading) + len(hit.stored) > self.most_loads
 
-# %% ../../nbs/2_core/10b_blocks.ipynb #5e564f7a
-class BlockLoads(TieredBlocks):
-    "Finds in the second tier what goes on where memory ends, and takes blocks for it."
+    def _put(self, i: int) -> None:
+        block = self.blocks[i]
+        if self.tier is not None and block.hash and all(i != target for _, target in self.loading):
+            self.tier.put(i, block)
 
-    def _more(
-        self, ids: Sequence[int], hashes: Sequence[bytes] | None, root: bytes, hit: Hit
+    def _find_stored(
+        self,
+        tier: Tier,
+        ids: Sequence[int],
+        hashes: Sequence[bytes] | None,
+        root: bytes,
+        hit: Hit,
     ) -> Hit:
-        "`hit`, or a longer one, with what the second tier has of `ids`."
-        size, last, names = self.block_size, len(ids) - 1, list[bytes]()
+        size = self.block_size
+        last = len(ids) - 1
         parent = (self.blocks[hit.blocks[-1]].hash or b"") if hit.blocks else root
+        names: list[bytes] = []
         for at in range(len(hit.blocks) * size, last // size * size, size):
             name = self.index.name(at, ids[at : at + size], hashes, parent)
-            if self.tier is None or not self.tier.has(name):
+            if not tier.has(name):
                 break
             names.append(name)
             parent = name
@@ -418,15 +433,11 @@ class BlockLoads(TieredBlocks):
         n, source = self.index.longest(parent, list(ids[at : min(last, at + size)]))
         return Hit(hit.blocks, at + n, source, n, names)
 
-    def loads_enough(self, hit: Hit) -> bool:
-        "Whether what `hit` would load, besides what is loaded already, is too much for one step."
-        return bool(hit.stored) and len(self.loading) + len(hit.stored) > self.most_loads
-
     def _load(
         self, table: list[int], ids: Sequence[int], names: Sequence[bytes], root: bytes
     ) -> bool:
-        """Take a block for each of `names` and put it behind `table`, as far as they are there
-        and there is memory. Whether all came."""
+        """Take a block for each of `names` and put it behind `table`, as far as they are there and
+        there is memory. Returns whether all came."""
         for name in names:
             at = len(table) * self.block_size
             part = list(ids[at : at + self.block_size])
@@ -438,60 +449,3 @@ class BlockLoads(TieredBlocks):
             self.commit(table, at, part, root)
             self.loading.append((got, i))
         return True
-
-# %% ../../nbs/2_core/10b_blocks.ipynb #3cef918d
-class BlockPool(BlockLoads):
-    """Hands out blocks of KV, and finds again what lies in them. Blocks are numbered from 0;
-    `blocks[i]` is a `Block`.
-
-    A block is held (`refs`), cached (nobody holds it, and it can be found until it is taken for
-    something else) or free (nobody holds it, nothing lies in it). `budget`: what limits their
-    number, shared with others. `prefix_caching=False`: nothing is hashed, and nothing outlives
-    its owner. `index`: finds blocks. `evictions`: cached blocks taken. `hits`: requests that
-    began with cached tokens. `recent`: blocks released to be spared until `spare_no_more`: while
-    there is new memory, that is taken rather than they. After vLLM's block pool, with hits exact
-    to the token."""
-
-    def find(
-        self, ids: Sequence[int], hashes: Sequence[bytes] | None = None, root: bytes = b""
-    ) -> Hit:
-        """What lies there of a sequence of tokens `ids`, all but the last of them, which has to
-        be computed.
-
-        `hashes`: the chain of hashes of its chunks, if at hand. They only lead to blocks: the
-        tokens are compared."""
-        if not self.prefix_caching or len(ids) < 2:
-            return Hit([], 0)
-        hit = self.index.find(ids, hashes, root)
-        return hit if self.tier is None else self._more(ids, hashes, root, hit)
-
-    def enter(
-        self, ids: Sequence[int], hit: Hit, root: bytes = b""
-    ) -> tuple[list[int], list[tuple[int, int, int]], int]:
-        """`(table, copies, tokens)` for a sequence `ids` that begins with what was found: shared
-        blocks, those to be loaded, see `loading`, and a copied one.
-
-        `copies`: `(source, target, n)`; the source is held until `release([source])`, after the
-        copy was made. `tokens`: how many of `ids` are there now. Where holding the source would
-        leave too few blocks for the rest of `ids`, nothing is copied."""
-        for i in hit.blocks:
-            self.share(i)
-        table = list(hit.blocks)
-        if hit.source is not None:
-            self.share(hit.source)  # before a load may evict it
-        came = self._load(table, ids, hit.stored, root)
-        at = len(table) * self.block_size
-        if hit.source is not None and not came:
-            self.release([hit.source])
-        self.hits += at + hit.n > 0
-        if hit.source is None or not came:
-            return table, [], at
-        more = self.blocks_for(len(ids)) - len(table)
-        if (
-            not self.has_room(more)
-            or (target := self.take(after=table[-1] if table else None)) is None
-        ):
-            self.release([hit.source])
-            return table, [], at
-        self.commit([*table, target], at, ids[at : at + hit.n], root)
-        return [*table, target], [(hit.source, target, hit.n)], at + hit.n

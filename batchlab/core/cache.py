@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'CacheMemory', 'CacheBlocks', 'KVCache']
+__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'KVCache']
 
 # %% ../../nbs/2_core/10_slots.ipynb #42a2e48d
 import contextlib, mmap, sys
@@ -75,12 +75,16 @@ def is_run(blocks: Sequence[int]) -> bool:
     "Whether `blocks`, of which there is at least one, are neighbours in ascending order."
     return list(blocks) == list(range(blocks[0], blocks[0] + len(blocks)))
 
-# %% ../../nbs/2_core/10_slots.ipynb #eea39cc7
-class CacheMemory:
-    """Memory for the keys and values of all blocks. The addresses of `num_blocks` blocks are
-    reserved (half as many, as often as needed, where those can't be had); only blocks that were
-    used take memory, `nbytes`.
-    """
+# %% ../../nbs/2_core/10_slots.ipynb #a74868d4
+class KVCache:
+    """Keys and values of all blocks, written in place. Tensors only: who holds which block,
+    `BlockPool` knows.
+
+    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]`; cache index p of a
+    batch's `slot_mapping` is `[p // block_size, p % block_size]`. `shapes`: one for each layer.
+    The addresses of `num_blocks` blocks are reserved (half as many, as often as needed, where
+    those can't be had); only blocks that were used take memory, `nbytes`. A subclass may have
+    another layout: `key_shape` and `value_shape` of a block."""
 
     def __init__(
         self,
@@ -90,8 +94,10 @@ class CacheMemory:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.shapes, self.block_size = list(shapes), block_size
-        self.dtype, self.device = dtype, torch.device(device)
+        self.shapes = list(shapes)
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
         while True:
             try:
                 self.keys, self.values = self._reserve(num_blocks)
@@ -101,19 +107,19 @@ class CacheMemory:
                 num_blocks //= 2
             else:
                 break
-        self.num_blocks, self.num_used = num_blocks, 0
+        self.num_blocks = num_blocks
+        self.num_used = 0
+
+    def _reserve(self, n: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        make = lambda shape: reserve((n, *shape), self.dtype, self.device)
+        keys = [make(self.key_shape(heads, dim)) for heads, dim, _ in self.shapes]
+        return keys, [make(self.value_shape(heads, dim)) for heads, _, dim in self.shapes]
 
     def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
         return self.block_size, heads, dim
 
     def value_shape(self, heads: int, dim: int) -> tuple[int, ...]:
         return self.block_size, heads, dim
-
-    def _reserve(self, n: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        make = lambda shape: reserve((n, *shape), self.dtype, self.device)
-        return [make(self.key_shape(h, d)) for h, d, _ in self.shapes], [
-            make(self.value_shape(h, d)) for h, _, d in self.shapes
-        ]
 
     @property
     def block_bytes(self) -> int:
@@ -124,44 +130,7 @@ class CacheMemory:
         "Bytes of the blocks that were used so far."
         return self.num_used * self.block_bytes
 
-    def use(self, batch: Batch) -> None:
-        "Note which blocks `batch` touches. Raises `MemoryError` if the cache has no such block."
-        tables = [*batch.block_table, [block for _, block in batch.loads]]
-        top = max(map(max, filter(None, tables)), default=-1)
-        if top >= self.num_blocks:
-            raise MemoryError(
-                f"not enough memory for block {top} of the KV cache, which has {self.num_blocks}"
-            )
-        self.num_used = max(self.num_used, top + 1)
-
-# %% ../../nbs/2_core/10_slots.ipynb #e660c178
-class CacheBlocks(CacheMemory):
-    "Memory whose blocks can be taken out as bytes, and put back."
-
-    def block_data(self, block: int) -> torch.Tensor:
-        "The bytes of a block, all keys and then all values: a copy, uint8 `[block_bytes]`."
-        parts = [t[block].reshape(-1).view(torch.uint8) for t in self.keys + self.values]
-        return torch.cat(parts).cpu()
-
-    def put_block(self, block: int, data: torch.Tensor) -> None:
-        "Put what `block_data` gave of a cache of the same shapes and layout into a block."
-        at = 0
-        for t in self.keys + self.values:
-            place = t[block]
-            n = place.numel() * place.itemsize
-            place.copy_(data[at : at + n].view(self.dtype).view(place.shape))
-            at += n
-
-# %% ../../nbs/2_core/10_slots.ipynb #a74868d4
-class KVCache(CacheBlocks):
-    """Keys and values of all blocks, written in place. Tensors only: who holds which block,
-    `BlockPool` knows.
-
-    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]`; place p of a
-    batch's `slot_mapping` is `[p // block_size, p % block_size]`. `shapes`: one for each layer.
-    The addresses of `num_blocks` blocks are reserved (half as many, as often as needed, where
-    those can't be had); only blocks that were used take memory, `nbytes`. A subclass may have
-    another layout: `key_shape` and `value_shape` of a block."""
+    # A step
 
     def prepare(self, batch: Batch) -> None:
         """Before a step: zeros in the blocks that it begins, of which attention reads more than
@@ -175,13 +144,15 @@ class KVCache(CacheBlocks):
         for source, target, n in batch.copies:
             self.copy(source, target, n)
 
-    def copy(self, source: int, target: int, n: int | None = None) -> None:
-        """Copy a block, in all layers; of its first `n` tokens, zeros go behind them: what else
-        is there may be no numbers."""
-        for t in self.keys + self.values:
-            t[target] = t[source]
-            if n is not None:
-                t[target, n:] = 0
+    def use(self, batch: Batch) -> None:
+        "Note which blocks `batch` touches. Raises `MemoryError` if the cache has no such block."
+        tables = [*batch.block_table, [block for _, block in batch.loads]]
+        top = max(map(max, filter(None, tables)), default=-1)
+        if top >= self.num_blocks:
+            raise MemoryError(
+                f"not enough memory for block {top} of the KV cache, which has {self.num_blocks}"
+            )
+        self.num_used = max(self.num_used, top + 1)
 
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
@@ -205,6 +176,29 @@ class KVCache(CacheBlocks):
                 at = slice(blocks[0], blocks[-1] + 1)
                 return keys[at].flatten(0, 1), values[at].flatten(0, 1)
             blocks = torch.tensor(blocks, device=self.device)
-        return keys.index_select(0, blocks).flatten(0, 1), values.index_select(0, blocks).flatten(
-            0, 1
-        )
+        chosen = keys.index_select(0, blocks), values.index_select(0, blocks)
+        return chosen[0].flatten(0, 1), chosen[1].flatten(0, 1)
+
+    # Blocks
+
+    def copy(self, source: int, target: int, n: int | None = None) -> None:
+        """Copy a block, in all layers; of its first `n` tokens, with zeros behind them: what else
+        is there may be NaN."""
+        for t in self.keys + self.values:
+            t[target] = t[source]
+            if n is not None:
+                t[target, n:] = 0
+
+    def block_data(self, block: int) -> torch.Tensor:
+        "The bytes of a block, all keys and then all values: a copy, uint8 `[block_bytes]`."
+        parts = [t[block].reshape(-1).view(torch.uint8) for t in self.keys + self.values]
+        return torch.cat(parts).cpu()
+
+    def put_block(self, block: int, data: torch.Tensor) -> None:
+        "Put what `block_data` gave of a cache of the same shapes and layout into a block."
+        at = 0
+        for t in self.keys + self.values:
+            place = t[block]
+            n = place.numel() * place.itemsize
+            place.copy_(data[at : at + n].view(self.dtype).view(place.shape))
+            at += n

@@ -19,8 +19,7 @@ from .scheduler import Scheduler
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'EngineState', 'RecoveringEngine',
-           'Engine']
+__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'Engine']
 
 # %% ../../nbs/2_core/14_engine.ipynb #4de86b10
 def out_of_memory(e: BaseException) -> bool:
@@ -68,9 +67,17 @@ def in_order(
     }
     return [found[id(row)] for row in plan.rows]
 
-# %% ../../nbs/2_core/14_engine.ipynb #780d7623
-class EngineState:
-    "A scheduler, a runner, and who is told of each call."
+# %% ../../nbs/2_core/14_engine.ipynb #73cfbb7d
+class Engine:
+    """Gives the requests of a plan what they are due, step by step: a scheduler decides, a runner
+    computes.
+
+    Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks
+    say what the model must give, and take it.
+
+    `watchers`: functions `(engine, event, x)`, told of each part of a step as it ends: 'begin';
+    'schedule' with the plan; 'forward'; 'sample'; 'text' with the requests that moved; and 'broke'
+    with `(plan, exception)`. `name`: what watchers call it, by default its runner's."""
 
     def __init__(
         self,
@@ -79,50 +86,62 @@ class EngineState:
         watchers: list[Callable] | None = None,
         name: str = "",
     ) -> None:
-        self.scheduler, self.runner, self.num_steps = scheduler, runner, 0
-        self.name = name or type(runner).__name__.removesuffix("Runner").lower()
+        self.scheduler = scheduler
+        self.runner = runner
         self.watchers: list[Callable[..., None]] = [] if watchers is None else watchers
+        self.name = name or type(runner).__name__.removesuffix("Runner").lower()
+        self.num_steps = 0
 
     @property
     def ledger(self) -> Ledger:
-        "The positions of all its steps."
+        """The positions of all its steps."""
         return sum_ledgers([self.scheduler.ledger, self.runner.ledger])
 
     def mark(self, event: str, x: object = None) -> None:
-        "Tell those who watch; mostly nobody does."
+        """Tell the watchers, if there are any."""
         for watch in list(self.watchers):
             watch(self, event, x)
 
-    def shrink(self, n: int) -> bool:
-        """After `n` requests in a step were too much for memory: fewer of them, or fewer tokens.
-        False if it can't be less."""
-        s = self.scheduler
-        if n > 1:
-            s.max_num_seqs = max(1, min(n, s.max_num_seqs) // 2)
-        elif s.chunked and s.max_num_batched_tokens > 64:
-            s.max_num_batched_tokens //= 2
-            s.max_num_seqs = min(s.max_num_seqs, s.max_num_batched_tokens - 1)
-        else:
-            return False
-        log.warning(
-            "out of memory: going on with at most %s sequences and %s tokens a step",
-            s.max_num_seqs,
-            s.max_num_batched_tokens,
-        )
-        return True
-
     def reset(self) -> None:
-        """Take everybody's slot and give all memory back: those who ran wait, and will be
-        computed again."""
+        """Take back all slots and all memory: running requests wait, and will be computed
+        again."""
         self.scheduler.reset()
         self.runner.reset()
 
-# %% ../../nbs/2_core/14_engine.ipynb #e54af1a0
-class RecoveringEngine(EngineState):
-    """A scheduler and a runner, and what becomes of requests when a step breaks off. See `Engine`."""
+    def step(self) -> list[Request]:
+        """One step. Returns the requests that got a token in it, or ended without one."""
+        plan = None
+        try:
+            self.mark("begin")
+            plan = self.scheduler.schedule()
+            self.mark("schedule", plan)
+            if not plan.rows:
+                return []
+            parts = parts_of(plan)
+            outputs = list(map(self.execute, parts, repeat(len(parts) > 1)))
+            self.mark("forward")
+            rows = in_order(plan, parts, list(map(take_rows, parts, outputs)))
+            self.mark("sample")
+            moved = self.scheduler.update(plan, rows)
+            self.num_steps += 1
+            self.mark("text", moved)
+            if not self.scheduler.running and not self.scheduler.block_size:
+                self.runner.reset()  # a rectangle that no request needs
+            return moved
+        except BaseException as e:
+            return self.recover(plan, e)
+
+    def execute(self, part: StepPlan, keep: bool = False) -> torch.Tensor:
+        """The model's outputs for the batch of `part`; `keep`: in memory of their own, as
+        another batch follows."""
+        fields = type(part.rows[0].request.task).batch_fields(part.rows)
+        outputs = self.runner.execute(make_batch(part, self.scheduler.block_size, **fields))
+        return outputs.clone() if keep else outputs
+
+    # When a step breaks off
 
     def recover(self, plan: StepPlan | None, e: BaseException) -> list[Request]:
-        """After a step broke off with exception `e`: all slots and blocks are given back. The
+        """Give back all slots and blocks, after a step broke off with exception `e`. Returns the
         requests of `plan` that ended.
 
         They end with an error, unless memory ran out and a step can be smaller: then they wait,
@@ -145,50 +164,30 @@ class RecoveringEngine(EngineState):
         if out_of_memory(e):
             if not hit or self.shrink(len(hit)):
                 return [r for r in ran if r.finish_reason]
-            why = "out of memory with this request alone: shorten it or its max_tokens, or take a smaller model or dtype"
+            why = (
+                "out of memory with this request alone: shorten it or its max_tokens, or take a "
+                "smaller model or dtype"
+            )
         else:
             log.error("a step with %s requests failed", len(ran), exc_info=e)
         for r in hit:
             self.scheduler.finish(r, "error", why)
         return ran
 
-# %% ../../nbs/2_core/14_engine.ipynb #73cfbb7d
-class Engine(RecoveringEngine):
-    """A scheduler that decides and a runner that computes: each `step` gives the requests of a
-    plan what they are due.
-
-    Knows nothing of prompts, threads or clocks; nor of what its requests are for: their tasks
-    say what the model must give, and take it. `watchers`: functions `(engine, event, x)`, told
-    of each step's parts as they end: 'begin'; 'schedule' with the plan; 'forward'; 'sample';
-    'text' with the requests that moved; and 'broke' with `(plan, exception)`. `name`: what they
-    call it, by its runner unless it is given."""
-
-    def step(self) -> list[Request]:
-        "One step: the requests that got a token in it, or ended without."
-        plan = None
-        try:
-            self.mark("begin")
-            plan = self.scheduler.schedule()
-            self.mark("schedule", plan)
-            if not plan.rows:
-                return []
-            parts = parts_of(plan)
-            outputs = list(map(self.execute, parts, repeat(len(parts) > 1)))
-            self.mark("forward")
-            rows = in_order(plan, parts, list(map(take_rows, parts, outputs)))
-            self.mark("sample")
-            moved = self.scheduler.update(plan, rows)
-            self.num_steps += 1
-            self.mark("text", moved)
-            if not self.scheduler.running and not self.scheduler.block_size:
-                self.runner.reset()  # a rectangle that nobody needs
-            return moved
-        except BaseException as e:
-            return self.recover(plan, e)
-
-    def execute(self, part: StepPlan, keep: bool = False) -> torch.Tensor:
-        """The model's outputs for the batch of `part`; `keep`: in memory of their own, as
-        another batch follows."""
-        fields = type(part.rows[0].request.task).batch_fields(part.rows)
-        outputs = self.runner.execute(make_batch(part, self.scheduler.block_size, **fields))
-        return outputs.clone() if keep else outputs
+    def shrink(self, n: int) -> bool:
+        """Take fewer requests into a step, or fewer tokens, after `n` requests were too much for
+        memory. Returns False if a step can't be smaller."""
+        s = self.scheduler
+        if n > 1:
+            s.max_num_seqs = max(1, min(n, s.max_num_seqs) // 2)
+        elif s.chunked and s.max_num_batched_tokens > 64:
+            s.max_num_batched_tokens //= 2
+            s.max_num_seqs = min(s.max_num_seqs, s.max_num_batched_tokens - 1)
+        else:
+            return False
+        log.warning(
+            "out of memory: going on with at most %s sequences and %s tokens a step",
+            s.max_num_seqs,
+            s.max_num_batched_tokens,
+        )
+        return True

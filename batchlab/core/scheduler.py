@@ -105,7 +105,7 @@ class SlotTable(RequestMemory):
     def leave(self, r: Request, keep: bool = True) -> None:
         "Take slot and blocks from `r`. `keep`: others may find what it computed."
         self.running.remove(r)
-        self.pool.release(r.block_table, keep, spare=True)
+        self.pool.release(r.block_table, keep, recent=True)
         if r.slot is not None:
             heapq.heappush(self.free, r.slot)
         r.slot, r.num_computed_tokens, r.block_table = None, 0, []
@@ -595,7 +595,7 @@ class Scheduler(RowResults):
         before the next one."""
         plan = self.planner(self).make()
         plan.loads = list(self.pool.loading)
-        self.pool.spare_no_more()
+        self.pool.forget_recent()
         known = [(row.n_tokens - len(row.draft_ids), row.request) for row in plan.rows]
         others = [n for n, r in known if not r.preemptible]
         self.shares = sum(others), len(others), sum(n for n, _ in known) - sum(others)

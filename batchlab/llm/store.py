@@ -581,7 +581,7 @@ LOADS = 2**28  # bytes that a step may load before the next request has to wait 
 
 
 class PrefixStore(BlockKeeper):
-    """The second tier of a block pool over files, see `SecondTier`. What fails here costs
+    """The second tier of a block pool over files, see `Tier`. What fails here costs
     blocks, and no request."""
 
     runner: PackedRunner | None = None
