@@ -14,7 +14,6 @@ from batchlab.fast.trial import BackendOptions, kv_layout
 from batchlab.fast.backends import select_backend
 from batchlab.fast import kernels, modules
 from batchlab.fast.adapters import linear_shapes
-from batchlab.fast.cuda import bucket
 from batchlab.core.batch import pack_rows
 from batchlab.errors import AdapterError, ParamError, UnsupportedModelError
 from batchlab.tasks.lora import Adapters, read_adapter, read_modules
@@ -168,13 +167,6 @@ def test_the_models_own_code_runs_adapters(kind, arch, tmp_path):
     assert rows.backend.name == kind
     rows.check()
     assert not any(m._forward_hooks for m in rows.model.modules())  # left as it was
-
-
-def test_recorded_steps_are_for_rows_without_adapters():
-    rows = [([1], 3), ([2], 5)]
-    for adapters, recorded in (([0, 0], True), ([0, 2], False)):
-        batch = pack_rows(rows, [[0], [1]], 64, adapters=adapters)
-        assert bool(bucket(batch, 64)) == recorded
 
 
 @pytest.mark.parametrize("compile", [pytest.param("auto", marks=compiled), False])

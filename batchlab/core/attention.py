@@ -585,6 +585,3 @@ class TorchBackend:
             out = packed_forward(self.model, step, packed, last, batch.hidden, batch.layers)
         self.masked = step.masked
         return out
-
-    def close(self) -> None:
-        "Nothing is held."
