@@ -2,10 +2,9 @@
 
 import copy, functools, random
 
-import psutil, pytest, torch
+import pytest, torch
 
 from batchlab import LLM, SamplingParams
-from batchlab.api.base import room_beside
 from batchlab.api.unloaded import UnloadedLLM
 from batchlab.core.attention import TorchBackend
 from batchlab.core.batch import pack_rows
@@ -270,17 +269,6 @@ def test_a_plan_without_weights_refuses_the_same(tmp_path):
     ):
         with pytest.raises(UnsupportedModelError, match=words):
             UnloadedLLM(str(tmp_path), **dict(device="cpu", dtype="fp32") | more, kv_dtype="int8")
-
-
-def test_room_beside_a_draft_model_counts_bytes(kernels):
-    model, small = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1)
-    llm = LLM(model, kv_dtype="int8", speculation=small)
-    own, beside = llm.limits.kv_bytes_per_token, llm.draft.kv_bytes_per_token
-    room = room_beside(llm, llm.shapes)
-    free = psutil.virtual_memory().available
-    assert room * (own + beside) / own == pytest.approx(free, rel=0.3)
-    llm.kv_dtype = None
-    assert room_beside(llm, llm.shapes) > room
 
 
 def test_more_tokens_in_the_same_memory(kernels, tmp_path):

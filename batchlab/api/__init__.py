@@ -386,11 +386,10 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
     `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False;
     `backend` says what came of it. `quantization`: None, 'int8' or 'w4a8', see chapters 22 and
     23b for what they cost. `kv_dtype`: None, or 'int8' for keys and values in 8 bits, on the
-    kernels of a CPU, see chapter 74. `speculation`: None; 'lookup', which drafts tokens by earlier text and
-    checks several in a step; or a small model of the same vocabulary, which drafts where nothing
-    is found, loaded or as `model` is named: see chapter 34. Its keys and values come on top of
-    `kv_cache_bytes`. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in
-    the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share one).
+    kernels of a CPU, see chapter 74. `speculation`: None; or 'lookup', which drafts tokens by
+    earlier text and checks several in a step, see chapter 34. `strategy`: 'continuous'; or, to
+    compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed' (similar
+    lengths together), 'prefix' (batches that share one).
 
     `logprobs_mode`: what `logprobs` are of, for requests that don't say: 'raw_logprobs' of what
     the model says, 'processed_logprobs' of what may be sampled, or the logits of either,
