@@ -10,7 +10,6 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypeVar
 
-from ..tasks.beam_params import BeamSearchParams
 from ..core.params import SamplingParams
 from ..errors import BatchlabError, ParamError, suggest_names
 from ..llm.config import check_count
@@ -42,7 +41,6 @@ from .plan import make_plan
 
 if TYPE_CHECKING:
     from batchlab.jobs.lines import Postprocess
-    from batchlab.tasks.beam import BeamSearchOutput
     from batchlab.tasks.choices import ChoiceScores
     from batchlab.tasks.verify import Report
 
@@ -306,20 +304,6 @@ class ChoiceCalls(ScoreCalls):
         from batchlab.tasks.choices import choose
 
         return choose(self, prompts, choices, chat, use_tqdm, end, lora_request)
-
-    def beam_search(
-        self,
-        prompts: Prompts,
-        params: BeamSearchParams | dict[str, object] | None = None,
-        use_tqdm: Bar = None,
-        concurrency_limit: int | None = None,
-        lora_request: AdapterChoices = None,
-    ) -> Outputs[BeamSearchOutput]:
-        """The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a
-        prompt. For arguments see `batchlab.tasks.beam.beam_search`."""
-        from batchlab.tasks.beam import beam_search
-
-        return beam_search(self, prompts, params, use_tqdm, concurrency_limit, lora_request)
 
 # %% ../../nbs/2_core/api.ipynb #7b135001
 class TableCalls(ChoiceCalls):

@@ -19,7 +19,7 @@ from ..core.blocks import KVBudget
 from ..core.cache import Shape
 from ..core.ledger import Ledger
 from ..core.params import SamplingParams, check_logprobs_mode
-from ..errors import EngineError, ModelError, suggest_names
+from ..errors import REMOVED, EngineError, ModelError, RemovedAttribute, suggest_names
 from batchlab.llm.config import (
     Limits,
     check_compile,
@@ -491,6 +491,13 @@ class LLMBase(Lifetime):
         if enable_lora or lora_modules:
             self.adapters = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
         self.begin(trace)
+
+    if not TYPE_CHECKING:  # or each name would be one of its attributes
+
+        def __getattr__(self, name: str) -> object:
+            if name in REMOVED:
+                raise RemovedAttribute(name)
+            return object.__getattribute__(self, name)  # which raises as Python does
 
 # %% ../../nbs/2_core/base.ipynb #6275deea
 suggest_names(LLMBase, ModelState, Upkeep)

@@ -516,7 +516,7 @@ def _log_cut(outs: Sequence[RequestOutput]) -> None:
     not have it."""
     held = [
         (i, o)
-        for i, o in enumerate(outs)  # beam searches and scores of choices have no form
+        for i, o in enumerate(outs)  # scores of choices have no form
         if isinstance(o, RequestOutput) and getattr(o.params, "structured_outputs", None)
     ]
     cut = [(i, o) for i, o in held if any(c.finish_reason == "length" for c in o.outputs)]
