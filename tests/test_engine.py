@@ -11,7 +11,7 @@ from batchlab.fast.trial import kv_layout
 from batchlab.api.plan import simulate
 from batchlab.basics.padding import PaddedEngine
 from batchlab.basics.prefill import Session
-from batchlab.core.attention import TorchBackend, shared_prefixes
+from batchlab.core.attention import TorchBackend
 from batchlab.core.engine import Engine, out_of_memory
 from batchlab.core.generation import make_request
 from batchlab.core.runners import PackedRunner
@@ -36,7 +36,7 @@ from batchlab.llm.config import (
 )
 from batchlab.fast.fused import fuse
 from batchlab.fast.int8 import Int8Linear
-from batchlab.fast.kernels import KernelStep, TiledCache, load_kernels
+from batchlab.fast.kernels import KernelStep, TiledCache, load_kernels, shared_prefixes
 from batchlab.errors import EngineError, ModelError, ParamError, UnsupportedModelError
 from batchlab.api import LLM
 from batchlab.models import TINY_ARCHS, eos_token_ids, tiny_model, tiny_tokenizer
