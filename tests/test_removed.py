@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+from transformers import GenerationConfig
 
 from batchlab import LLM
 from batchlab.errors import ParamError, RemovedAttribute, RemovedImport
@@ -18,6 +19,12 @@ def imported(name, module="batchlab"):
 REMOVED = [  # the call, what it raises, the name at fault, what the advice names
     (lambda: LLM(small, speculation="owner/draft"), ParamError, "speculation", "lookup"),
     (lambda: LLM(small, speculation=small), ParamError, "speculation", "lookup"),
+    (
+        lambda: LLM(small).generate([5], GenerationConfig(num_beams=4)),
+        ParamError,
+        "sampling_params",
+        "name each setting",
+    ),
     (lambda: LLM(small).beam_search([5]), RemovedAttribute, "beam_search", "num_beams"),
     (imported("BeamSearchParams"), RemovedImport, "BeamSearchParams", "num_beams"),
     (
