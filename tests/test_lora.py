@@ -574,14 +574,6 @@ def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(t
         asked.run(make({"tiny": a.lora_path}))
 
 
-def test_vectors_are_verified_with_their_adapter(three):
-    llm = engine(three)
-    outs = llm.embed(["one", "two", "one"], lora_request=[None, three[1][0], three[1][1]])
-    assert [o.lora_request for o in outs] == [None, *three[1][:2]] and llm.verify(outs).ok
-    outs[1].lora_request = three[1][1]  # not what it ran with
-    assert not llm.verify(outs).ok
-
-
 def mix(three, n):
     "Adapters for the requests of a call, of three and none, and the models that have them merged."
     return ([None, *three[1]] * n)[:n], (three[2] * n)[:n]

@@ -25,6 +25,7 @@ REMOVED = [  # the call, what it raises, the name at fault, what the advice name
         "sampling_params",
         "name each setting",
     ),
+    (lambda: LLM(small).verify(LLM(small).embed([5, 6])), ParamError, "outputs", "one text alone"),
     (lambda: LLM(small).beam_search([5]), RemovedAttribute, "beam_search", "num_beams"),
     (imported("BeamSearchParams"), RemovedImport, "BeamSearchParams", "num_beams"),
     (
