@@ -255,9 +255,21 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
         raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
-REMOVED: dict[str, str] = dict.fromkeys(  # names that there were: what to do instead
-    ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
-)
+REMOVED: dict[str, str] = dict(  # names and flags that there were: what to do instead
+    beam_search="transformers' model.generate(num_beams=4) has it",
+    BeamSearchParams="transformers' model.generate(num_beams=4) has it",
+) | {  # flags of one command
+    "batchlab bench --sweep": "--contenders batchlab:max_num_seqs=8 batchlab compares numbers of slots",
+    "batchlab bench --memory": "the second table has each engine's peak, and batchlab plan the parts",
+    "batchlab bench --bandwidth": "--workloads single measures a step that waits for the weights",
+    "batchlab bench --profile": "llm.trace() records the parts of each step",
+    "batchlab bench --input": "batchlab plan -i FILE says what would make a job faster",
+    "batchlab bench -i": "batchlab plan -i FILE says what would make a job faster",
+    "batchlab bench --svg": "--json writes all that was measured",
+    "batchlab bench --shape": "--model takes any model that transformers loads",
+    "batchlab bench --quantization": "--contenders batchlab:quantization=int8 says it for one engine",
+    "batchlab bench --speculation": "--contenders batchlab:speculation=lookup says it for one engine",
+}
 
 
 class RemovedError(BatchlabError):
@@ -321,7 +333,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
-            message = f"unknown flag {found[1]}{self.meant(found[1])}"
+            gone = REMOVED.get(f"{self.prog} {found[1]}")
+            meant = f": there was one, but {gone}" if gone else self.meant(found[1])
+            message = f"unknown flag {found[1]}{meant}"
         raise JobError(f"{message} (see {self.prog} --help)")
 
     def meant(self, flag: str) -> str:

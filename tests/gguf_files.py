@@ -180,13 +180,15 @@ def put(writer, key, value):
         getattr(writer, f"add_{kind}")(key, value)
 
 
-def write(path, arch, metadata, tensors, form="F32", **options):
-    "Write a file of these `metadata` by key and numpy `tensors` by name, matrices in this `form`; returns its path."
+def write(path, arch, metadata, tensors, form="F32", outer="", **options):
+    """Write a file of these `metadata` by key and numpy `tensors` by name, matrices in this `form`, embeddings and head in `outer`, if it is
+    given; returns its path."""
     w = gguf.GGUFWriter(path, arch, **options)
     for key, value in metadata.items():
         put(w, key, value)
     for name, x in tensors.items():
-        kind = gguf.GGMLQuantizationType[form if x.ndim > 1 and x.shape[-1] % 32 == 0 else "F32"]
+        of = outer and name.startswith(("token_embd", "output.")) and outer or form
+        kind = gguf.GGMLQuantizationType[of if x.ndim > 1 and x.shape[-1] % 32 == 0 else "F32"]
         w.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(x), kind), raw_dtype=kind)
     w.write_header_to_file()
     w.write_kv_data_to_file()

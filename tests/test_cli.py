@@ -455,7 +455,6 @@ def test_the_command_is_a_module_too(module):
         ("generate a --load-format dummy", "unknown flag --load-format"),
         ("generate a --torch-dtype fp32", "did you mean --dtype?"),
         ("bench --num-prompts 10", "did you mean --scale?"),
-        ("bench --dataset-path a.jsonl", "did you mean --input?"),
         ("bench --tensor-parallel-size 2", "leave it out"),
         ("rnu", "did you mean run?"),
         ("run-batch", "did you mean run?"),
@@ -545,46 +544,6 @@ def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
     assert shown.count(b"[") >= 2 and b"\\u65e5" in shown
     assert [r["prompt"] for r in rows(tmp_path / "o.jsonl")] == ["grüße 日本", "größer Straße"]
     assert b"1 request" in plan
-
-
-def test_a_profile_of_ones_own_file_says_what_costs(model, tmp_path, capsys):
-    from batchlab.cli.measure import main as bench
-
-    write_lines(tmp_path / "in.jsonl", dict(prompt="a"), dict(prompt="b", max_tokens=3))
-    report, source = tmp_path / "report.json", str(tmp_path / "in.jsonl")
-    given = ["--input", source, "--model", model, "--dtype", "fp32", "--json", str(report)]
-    assert bench(["--profile", *given]) == 0
-    said = capsys.readouterr().out
-    assert "| in.jsonl |" in said and "in.jsonl: " in said.split("| in.jsonl |")[1]
-    found = json.loads(report.read_text())
-    assert [*found["profile"]] == ["in.jsonl"]
-    assert any("% of the time: " in s for s in found["said"])
-    for args, words in [
-        (["--json", str(tmp_path / "no" / "x.json")], "can't write"),
-        (["--frobnicate"], "unknown flag --frobnicate"),
-        (["--input", "x"], "is for --profile"),
-    ]:
-        assert bench(args) == 2 and words in capsys.readouterr().err
-
-
-def test_a_profile_chooses_prompts_of_a_table_as_run_does(model, tmp_path, capsys):
-    source, report = tmp_path / "in.csv", tmp_path / "report.json"
-    rows = ["question;most"] + [f"{'ab' * i};{i}" for i in range(1, 9)]
-    source.write_text("\n".join(rows), encoding="utf-8")
-    own = ["--input", str(source), "--model", model, "--dtype", "fp32"]
-    table = ["--prompt-column", "question", "--setting-columns", "max_tokens", "--limit", "5"]
-    given = ["--profile", *own, "--json", str(report)]
-    assert main(["bench", *given]) == 2  # there is no column prompt
-    assert "choose the prompt column among 'question'" in capsys.readouterr().err
-    source.write_text("\n".join(rows).replace("most", "max_tokens"), encoding="utf-8")
-    assert main(["bench", *given, *table]) == 0
-    steps = json.loads(report.read_text())["profile"]["in.csv"]["steps"]
-    assert steps == 5  # the longest answer of the first five has 5 tokens
-    source.write_text("lang,q\nde,a\n", encoding="utf-8")
-    assert main(["bench", *given, "--prompt-template", "{lang}: {q}", "--limit", "1"]) == 0
-    capsys.readouterr()
-    assert main(["bench", "--profile", "--prompt-column", "q"]) == 2
-    assert "--prompt-column is for --input" in capsys.readouterr().err
 
 
 OLD_WORDS = re.compile(

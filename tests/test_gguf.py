@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from batchlab import LLM, SamplingParams
-from batchlab.bench import shapes
 from batchlab.errors import Unavailable
 from batchlab.fast import fused, grouped as B
 from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, dequantize_blocks, form_of
@@ -15,11 +14,14 @@ from batchlab.fast.grouped import grouped_product, pack_blocks, pack_groups, pan
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.packed import PackedLinear, densify, plain_weight
 from batchlab.llm.config import weights_digest
-from batchlab.models import load, load_model, tiny_gguf, tiny_model, tiny_tokenizer
+from batchlab.models import load, load_model, tiny_gguf, tiny_model
 from batchlab.models import gguf as G
 from batchlab.models.gguf import numbers_of
 from batchlab.models.load import keeps_groups
 from torch import nn
+from gguf_files import gguf_file
+
+FAMILIES = ["llama", "qwen3", "gemma3_text"]
 
 HALVES = dict(
     Q4_0=[0], Q4_1=[0, 2], Q5_0=[0], Q5_1=[0, 2], Q8_0=[0], Q4_K=[0, 2], Q5_K=[0, 2], Q6_K=[208]
@@ -164,7 +166,7 @@ def kept_rows(model):
 
 
 @needs_groups
-@pytest.mark.parametrize("arch", shapes.GGUF_ARCHS)
+@pytest.mark.parametrize("arch", FAMILIES)
 def test_opening_reads_each_weight_twice(file_of, passes, arch):
     "Once for the answers of the model's own code, once to pack it."
     path = file_of(arch, "q4_0")
@@ -182,7 +184,7 @@ def test_opening_reads_each_weight_twice(file_of, passes, arch):
 def test_what_layers_ask_does_not_depend_on_their_numbers(file_of):
     from batchlab.fast.trial import layer_specs
 
-    for arch in shapes.GGUF_ARCHS:
+    for arch in FAMILIES:
         model = load_model(file_of(arch, "q8_0"), dtype="fp32", grouped=True)[0]
         want = layer_specs(model)
         with G.without_numbers(model):
@@ -288,9 +290,9 @@ def file_of(tmp_path_factory):
         if (arch, kind) not in made:
             folder = tmp_path_factory.mktemp(arch)
             model = tiny_model(arch).to(torch.bfloat16)
-            model.save_pretrained(folder)
-            tiny_tokenizer().save_pretrained(folder)
-            made[arch, kind] = shapes.gguf_of(folder, folder, kind)
+            made[arch, kind] = gguf_file(
+                folder / "tiny.gguf", model, form=kind.upper(), outer="Q8_0"
+            )
         return made[arch, kind]
 
     return make
@@ -300,7 +302,7 @@ KINDS = ["q4_0", "q8_0"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arch", shapes.GGUF_ARCHS)
+@pytest.mark.parametrize("arch", FAMILIES)
 def test_a_model_in_groups_has_the_weights_of_one_that_is_dequantised(
     file_of, arch, kind, monkeypatch
 ):
@@ -350,7 +352,7 @@ def test_a_prompt_of_several_steps_has_no_logits_in_some(file_of, dtype):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arch", shapes.GGUF_ARCHS)
+@pytest.mark.parametrize("arch", FAMILIES)
 def test_answers_have_the_bits_of_those_by_plain_numbers(file_of, arch, kind, dtype):
     path = file_of(arch, kind)
     model, tok = load_model(path, dtype=dtype)

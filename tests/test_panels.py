@@ -175,12 +175,10 @@ def changes(monkeypatch):
 
 @pytest.mark.skipif(not keeps_groups(torch.float32, "cpu"), reason="it gets plain numbers")
 def test_a_model_has_the_same_answers_with_kept_panels(folder, tmp_path, changes):
-    from batchlab.bench.shapes import gguf_of
-    from batchlab.models import tiny_model, tiny_tokenizer
+    from batchlab.models import tiny_model
+    from gguf_files import gguf_file
 
-    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "tiny")
-    tiny_tokenizer().save_pretrained(tmp_path / "tiny")
-    path = gguf_of(tmp_path / "tiny", tmp_path / "tiny", "q4_0")
+    path = gguf_file(tmp_path / "tiny.gguf", tiny_model("llama").to(torch.bfloat16), form="Q4_0")
     want = answers(LLM(*load_model(path, dtype="fp32")))
     assert answers(LLM(path, dtype="fp32")) == want
     [kept] = folder.iterdir()

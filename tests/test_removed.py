@@ -6,6 +6,7 @@ import pytest
 from transformers import GenerationConfig
 
 from batchlab import LLM
+from batchlab.cli import main
 from batchlab.errors import ParamError, RemovedAttribute, RemovedImport
 from batchlab.models import tiny_model
 
@@ -35,6 +36,28 @@ REMOVED = [  # the call, what it raises, the name at fault, what the advice name
         "num_beams",
     ),
 ]
+
+
+FLAGS = [  # a command with a flag, what the advice names
+    ("bench --sweep", "batchlab:max_num_seqs="),
+    ("bench --memory --model a", "batchlab plan"),
+    ("bench --bandwidth", "--workloads single"),
+    ("bench --profile -i a.jsonl", "llm.trace()"),
+    ("bench --input a.jsonl", "batchlab plan -i FILE"),
+    ("bench -i a.jsonl", "batchlab plan -i FILE"),
+    ("bench --svg a.svg", "--json"),
+    ("bench --shape llama-1b", "--model"),
+    ("bench --quantization int8", "batchlab:quantization=int8"),
+    ("bench --speculation lookup", "batchlab:speculation=lookup"),
+]
+
+
+@pytest.mark.parametrize("args, instead", FLAGS)
+def test_what_to_give_instead_of_a_flag(args, instead, capsys):
+    assert main(args.split()) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    flag = args.split()[1]
+    assert f"unknown flag {flag}: there was one, but " in said and instead in said
 
 
 @pytest.mark.parametrize("call, kind, field, instead", REMOVED)

@@ -47,7 +47,7 @@ def contracts(folder):
             "core is not allowed to import",
         ),
         ("jobs/formats", "import batchlab.view.viewer", "jobs is not allowed to import"),
-        ("bench/shapes", "import batchlab.jobs.job", "bench is not allowed to import"),
+        ("bench/peers", "import batchlab.jobs.job", "bench is not allowed to import"),
         ("core/blocks", "from . import engine", "no circle among the files of a room BROKEN"),
         ("core/hashes", "from .runners import F", "core.runners -> torch"),
         ("stray", "", "a floor imports only floors below it BROKEN"),

@@ -7,10 +7,9 @@ __all__ = ['serve', 'greedy', 'start_batchlab', 'hf_model', 'hf_config', 'start_
            'start_vllm', 'start_openvino', 'start_llamacpp']
 
 # %% ../../nbs/9_bench/peers.ipynb #9ee5a004
-import contextlib, json, os, signal, sys, time, traceback
+import json, os, signal, sys, time, traceback
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 # %% ../../nbs/9_bench/peers.ipynb #b5de6e68
@@ -50,17 +49,9 @@ def start_batchlab(
     model: str, dtype: str, device: str, max_num_seqs: int, options: dict, **_: Any
 ) -> dict:
     "batchlab's `LLM`; `options` are its arguments."
-    import psutil
-    from transformers import AutoTokenizer
     from batchlab import LLM, SamplingParams
-    from batchlab.models import tiny_model
 
-    first = LLM(tiny_model("llama"))  # loads what is loaded when first used
-    first.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
-    if not Path(model).is_file():  # of which it would read all weights as text
-        with contextlib.suppress(Exception):
-            AutoTokenizer.from_pretrained(model)
-    base, made = psutil.Process().memory_info().rss, {}
+    made: dict[int, Any] = {}
     continuous = options.get("strategy", "continuous") == "continuous"
 
     def engine(size):
@@ -79,12 +70,8 @@ def start_batchlab(
             raise RuntimeError(errors[0])
         return [o.outputs[0].token_ids for o in outs]
 
-    def plan(prompts, max_tokens, max_num_seqs):
-        p = engine(max_num_seqs).plan(prompts, greedy(SamplingParams, max_tokens))
-        return dict(base=base, weights=p.weights_bytes, kv=p.kv_bytes, slots=p.slots)
-
     engine(max_num_seqs)
-    return dict(run=run, plan=plan)
+    return dict(run=run)
 
 # %% ../../nbs/9_bench/peers.ipynb #c55a212b
 def hf_model(model: str, dtype: str, device: str) -> Any:

@@ -582,10 +582,7 @@ def bench_parser() -> OneLineParser:
     "The parser of the flags of `bench`. Imports torch."
     from batchlab import bench
 
-    p = bench.parser(FlagParser)
-    group = p.add_argument_group("the file of --input", "How it is read, as batchlab run reads it.")
-    add_flags(group, "jobs/fields.py", "JobInput", default=argparse.SUPPRESS)
-    return p
+    return bench.parser(FlagParser)
 
 # %% ../../nbs/7_serve/flags.ipynb #parse002
 def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:

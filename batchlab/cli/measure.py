@@ -6,80 +6,14 @@
 from __future__ import annotations
 
 import json, sys, tempfile
-from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from ..api import LLM
-from ..bench import Measured, Setup, Workload
 from ..bench import machine, machine_line, parser, prepare, run_compare
-from ..bench.profiling import MODES, chosen, own_llm, profile, profile_table
-from ..core.request import Request
-from ..errors import BatchlabError, JobError, OneLineParser, Option
-from ..jobs.advice import advise, conclusions, try_int8
-from ..jobs.fields import JobInput
-from ..jobs.job import Job
-from ..jobs.lines import ParamsCache
-from ..jobs.runner import admit_line
-from ..view import drawing
+from ..errors import BatchlabError, OneLineParser, Option
 
 # %% auto #0
 __all__ = ['main']
-
-# %% ../../nbs/7_serve/measure.ipynb #0a5d347a
-def input_fields(args: Namespace) -> dict[str, Any]:
-    "The fields of a `JobInput`, beside the file, that `args` have."
-    names = {f.name for f in fields(JobInput) if f.init} - {"input"}
-    return {name: getattr(args, name) for name in names if name in args}
-
-
-def check_input(args: Namespace) -> None:
-    "Raise `JobError` for flags on how a file is read, where none is."
-    for name in input_fields(args):
-        if not args.input and name != "spell":
-            raise JobError(f"{args.spell(Option(name))} is for --input")
-
-# %% ../../nbs/7_serve/measure.ipynb #f39b9a07
-def requests_of(llm: LLM, path: str, **how: Any) -> Workload:
-    """The first requests of file `path` as a `Workload` for `llm`, read as a `Job` with the
-    fields in `how` reads them. Raises `JobError`."""
-    job, params, found = Job(path, **how), ParamsCache(None), list[Request]()
-    job.check()
-    for number, raw in job.raw():
-        line = job.line(number, raw)
-        if not line.failure and (group := admit_line(llm, line, params, first=not found)):
-            found += group.requests
-    if not found:
-        raise JobError(
-            f"{path}: none of the first {job.limit} lines is a request that this model answers; "
-            "batchlab plan says why"
-        )
-    prompts, tokens = [r.prompt_ids for r in found], [r.max_tokens for r in found]
-    return Workload(Path(path).name, prompts, tokens, llm.limits.max_num_seqs)
-
-# %% ../../nbs/7_serve/measure.ipynb #7d22ec9d
-def run_profile(s: Setup) -> Measured:
-    "The table of a step's parts, what it says, and the report."
-    llm, spell, requests = own_llm(s), s.args.spell, 64
-    if s.args.input:
-        how = dict(limit=max(1, round(64 * s.args.scale))) | input_fields(s.args)
-        own = requests_of(llm, s.args.input, **how)
-        few = [min(4, n) for n in own.max_tokens[:4]]
-        rows = {own.name: profile(llm, own, Workload("warm", own.prompts[:4], few, 4))}
-        requests = len(own.prompts)
-    else:
-        rows = {name: profile(llm, w, s.make(name, -1)) for name, w in chosen(s)}
-    said = [
-        f"{name}: {m.said(spell)}"
-        for name, (parts, _) in rows.items()
-        for m in conclusions(parts, bool(llm.quantization))
-    ]
-    said += [f"faster: {m.said(spell)}" for m in advise(llm, requests) + try_int8(llm)]
-    report = {name: dict(parts=parts, steps=steps) for name, (parts, steps) in rows.items()}
-    text = f"{profile_table(rows)}\n\n" + "\n".join(said)
-    return text, dict(profile=report, said=said), None
 
 # %% ../../nbs/7_serve/measure.ipynb #45d75c7e
 def main(
@@ -89,19 +23,16 @@ def main(
 ) -> int:
     """`batchlab bench`: print the tables, and write what is asked for; an `Option` as `spell`
     writes it. `arguments`: the parser of `argv`, if not the usual one. Returns the exit status."""
-    modes = MODES | dict(profile=run_profile)
     try:
         args = (arguments or parser()).parse_args(argv)
-        args.spell = spell
         with tempfile.TemporaryDirectory() as spare:
-            check_input(args)
             setup, here = prepare(args, spare), machine(args.threads)
             print(
                 f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds "
                 f"{args.rounds}\n",
                 flush=True,
             )
-            text, report, picture = modes.get(args.mode, run_compare)(setup)
+            text, report = run_compare(setup)
     except (BatchlabError, ValueError) as e:
         said = e.said(spell) if isinstance(e, BatchlabError) else e
         print(f"batchlab: error: {said}", file=sys.stderr)
@@ -114,7 +45,5 @@ def main(
     )
     if args.json:
         Path(args.json).write_text(json.dumps(about | report, indent=1), encoding="utf-8")
-    if args.svg and picture:
-        drawing.bars(*picture).save(args.svg)
     print(text, flush=True)
     return 0

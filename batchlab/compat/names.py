@@ -46,7 +46,6 @@ VLLM_FLAGS = {  # of vLLM and transformers: what it is called here
     "--torch-dtype": "--dtype",
     "--device-map": "--device",
     "--num-prompts": "--scale",
-    "--dataset-path": "--input",
     "--dataset-name": "--workloads",
     "--input-len": "--workloads",
     "--output-len": "--workloads",

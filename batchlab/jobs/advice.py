@@ -5,7 +5,7 @@
 # %% ../../nbs/6_jobs/advice.ipynb #adv00004
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import Message, Option
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PACKED = "fused", "modules"  # backends whose weights can be of 8 bits
 
 # %% auto #0
-__all__ = ['PACKED', 'advise', 'try_int8', 'conclusions']
+__all__ = ['PACKED', 'advise', 'try_int8']
 
 # %% ../../nbs/6_jobs/advice.ipynb #adv00005
 def _about_slots(llm: LLM, requests: int, longest: int | None) -> Iterator[Message]:
@@ -94,38 +94,3 @@ def try_int8(llm: LLM) -> list[Message]:
         why = "whole numbers when they are multiplied, which is faster for several requests at once"
     int8 = Option("quantization", "int8")
     return [Message(f"{{int8}} makes weights {why}, and a little less exact: try it", int8=int8)]
-
-# %% ../../nbs/6_jobs/advice.ipynb #adv00007
-_MEANS = {
-    "linears": "the weights are read and multiplied. More requests at once share the reading "
-    "({slots}); {int8} halves it",
-    "attention": "keys and values are read, the more the longer the requests: shorter prompts "
-    "and answers cost less",
-    "small ops": "small operations between the layers: compiled kernels ({compile}) join them, "
-    "more requests at once ({slots}) share them",
-    "sampling": "tokens are chosen: penalties, log probabilities and grammars cost most; greedy "
-    "choice ({greedy}) least",
-    "bookkeeping": "requests are scheduled: more requests at once ({slots}) share it",
-}
-
-
-def conclusions(parts: Mapping[str, float], int8: bool = False) -> list[Message]:
-    """What the seconds of `parts` of a step say: a sentence for each that takes a quarter of it
-    or more, the largest first. `int8`: whether the weights are that already."""
-    total, options = (
-        sum(parts.values()),
-        dict(
-            slots=Option("max_num_seqs"),
-            int8=Option("quantization", "int8"),
-            compile=Option("compile", True),
-            greedy=Option("temperature", 0),
-        ),
-    )
-    large = sorted(
-        (p for p in parts if parts[p] >= total / 4 and p in _MEANS), key=lambda p: -parts[p]
-    )
-    means = {p: _MEANS[p].replace("; {int8} halves it", "") if int8 else _MEANS[p] for p in large}
-    return [
-        Message("{share:.0%} of the time: " + means[p], share=parts[p] / total, **options)
-        for p in large
-    ]

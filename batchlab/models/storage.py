@@ -23,14 +23,13 @@ __all__ = ['Kept', 'own', 'hub', 'remove', 'clear']
 _FILES = {
     "kernels": "[0-9a-f]" * 16 + ".so",
     "panels": "*.[bt][im][np]",  # whole ones, .bin, and unfinished ones, .tmp
-    "bench-shapes": "*-s[0-9]*",
 }  # in folders of these names
 
 
 @dataclass(frozen=True)
 class Kept:
     """Something on the disk: 'model' in the hub's cache or ours, 'kernels', 'panels',
-    'bench-shapes', or a 'download' that was not finished.
+    or a 'download' that was not finished.
 
     `nbytes` in bytes."""
 
