@@ -95,9 +95,7 @@ class UnloadedLLM(LLM):
         folder = find_model(model, weights=False)
         if not folder.is_dir():
             raise ModelError(f"{folder} is read whole, with its weights: give it to LLM")
-        packed = self.compile is not False and self.strategy == "continuous"
-        exact = self.quantization != "w4a8"
-        self.model, own, self.causal = load_outline(folder, dtype, self.place, packed, exact)
+        self.model, own, self.causal = load_outline(folder, dtype, self.place)
         if isinstance(tokenizer, str):
             own = load_tokenizer(find_model(tokenizer, weights=False))
         elif tokenizer is not None:

@@ -77,7 +77,7 @@ def load_model(
     dtype: str | torch.dtype | None = "auto",  # 'auto', 'fp32', 'bf16', 'fp16' or a `torch.dtype`
     device: str | torch.device | None = "auto",  # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
     revision: str | None = None,  # branch, tag or commit of a hub id
-    grouped: bool = False,  # whether weights in 4 or 8 bits may stay as they are in the files
+    grouped: bool = False,  # whether weights of a `.gguf` file may stay in their blocks
     exact: bool = True,  # only where products then have the bits of those by plain numbers
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without
@@ -94,7 +94,7 @@ def load_model(
     if path.is_file():
         model, tok = load_gguf(path, dtype, device, grouped, exact)
     else:
-        model, tok = load_folder(path, dtype, device, grouped, exact)
+        model, tok = load_folder(path, dtype, device)
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
 
