@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NBS = ROOT / "nbs"
-SKIPPED = re.compile(r"^#\|\s*(slow|cuda|eval: *false)|nbdev_export\(\)", re.M)
+SKIPPED = re.compile(r"^#\|\s*(slow|eval: *false)|nbdev_export\(\)", re.M)
 
 
 def notebooks(folder: Path = NBS) -> list[Path]:

@@ -10,7 +10,6 @@ _HOMES = {
     "api": ("LLM",),
     "api.aio": ("AsyncLLM",),
     "core.params": ("SamplingParams", "StructuredOutputsParams"),
-    "tasks.beam_params": ("BeamSearchParams",),
     "tasks.lora": ("LoRARequest",),
     "llm.pooled": (
         "PoolingParams",
@@ -33,7 +32,6 @@ __all__ = [
     "AsyncLLM",
     "SamplingParams",
     "StructuredOutputsParams",
-    "BeamSearchParams",
     "LoRARequest",
     "PoolingParams",
     "PoolerConfig",
@@ -72,7 +70,6 @@ if TYPE_CHECKING:
     from .llm.outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
     from .models import load_model
     from .api.aio import AsyncLLM
-    from .tasks.beam_params import BeamSearchParams
     from .tasks.lora import LoRARequest
     from .llm.pooled import (
         ClassificationRequestOutput,
@@ -90,7 +87,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str):
     if name not in _lazy:
-        raise AttributeError(f"module 'batchlab' has no attribute {name!r}{_meant(name)}")
+        from .errors import no_name
+
+        raise no_name("batchlab", name, _meant(name))
     from importlib import import_module
 
     home = _lazy[name]

@@ -15,10 +15,11 @@ from math import floor, inf
 from typing import Any, NoReturn
 
 # %% auto #0
-__all__ = ['Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabError', 'ModelError', 'ModelNotFoundError',
-           'HubUnreachableError', 'UnsupportedModelError', 'PromptError', 'PromptTooLongError', 'ParamError',
-           'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError', 'TraceError',
-           'near_name', 'check_names', 'suggest_names', 'OneLineParser']
+__all__ = ['REMOVED', 'Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabError', 'ModelError',
+           'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'PromptError', 'PromptTooLongError',
+           'ParamError', 'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError',
+           'TraceError', 'near_name', 'check_names', 'RemovedError', 'RemovedAttribute', 'RemovedImport', 'no_name',
+           'suggest_names', 'OneLineParser']
 
 # %% ../nbs/2_core/errors.ipynb #e44045a1
 @dataclass(frozen=True)
@@ -252,6 +253,34 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
                 "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
             )
         raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
+
+# %% ../nbs/2_core/errors.ipynb #5e8a10c4
+REMOVED: dict[str, str] = dict.fromkeys(  # names that there were: what to do instead
+    ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
+)
+
+
+class RemovedError(BatchlabError):
+    "batchlab no longer has a name, the `field`. `advice`: what to do instead."
+
+    def __init__(self, name: str) -> None:
+        self.advice = REMOVED[name]
+        super().__init__(f"batchlab no longer has {name}: {self.advice}", field=name)
+
+
+class RemovedAttribute(RemovedError, AttributeError):
+    "Such a name of an object."
+
+
+class RemovedImport(RemovedError, ImportError):
+    "Such a name of a module."
+
+
+def no_name(module: str, name: str, hint: str = "") -> Exception:
+    "What the `__getattr__` of `module` raises for a `name` that it lacks; `hint`: what was meant."
+    if name in REMOVED:
+        return RemovedImport(name)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 # %% ../nbs/2_core/errors.ipynb #5054d4af
 def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -114,27 +114,6 @@ def test_choices_held_to_a_grammar_are_likely_among_themselves():
         assert sum(first.values()) == near(1, 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logits", "processed_logits"])
-def test_verify_knows_the_mode(mode):
-    llm = an_llm(logprobs_mode=mode)
-    penalised = dict(GREEDY, max_tokens=5, logprobs=1, repetition_penalty=1.3)
-    seeded = dict(seed=1, temperature=0.7, max_tokens=5, logprobs=0)
-    outs = llm.generate([[5, 6, 7], [9] * 20], [penalised, seeded])
-    assert not llm.verify(outs, sample=2).divergences
-    c = outs[0].outputs[0]
-    c.logprobs[2][c.token_ids[2]].logprob += 0.5
-    assert [d.what for d in llm.verify(outs, sample=2).divergences] == ["logprob"]
-
-
-def test_verify_by_an_llm_of_another_mode():
-    llm, other = an_llm(logprobs_mode="processed_logprobs"), an_llm()
-    outs = llm.generate([[5, 6, 7]], dict(GREEDY, max_tokens=5, logprobs=1, repetition_penalty=1.3))
-    assert outs[0].params.logprobs_mode == "processed_logprobs"
-    assert not other.verify(outs).divergences
-    drawn = llm.generate([[5, 6, 7]], dict(seed=1, top_p=0.9, max_tokens=5, logprobs=1))
-    assert other.verify(drawn).unchecked == 1
-
-
 # chosen tokens
 
 

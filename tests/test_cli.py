@@ -293,7 +293,7 @@ def test_a_setting_is_used_or_fails_its_line(cli, batchlab, model, tmp_path):
         out = rows(tmp_path / name)
         lengths = [r["usage"]["completion_tokens"] for r in out if not r["error"]]
         assert lengths == [2, 3] and "tools=[{}]" in str(out[1]["error"])
-        assert "give it to llm.beam_search" in str(out[3]["error"])
+        assert "give it to transformers' generate" in str(out[3]["error"])
 
 
 def test_messages_may_come_in_parts(cli, batchlab, model, tmp_path):

@@ -21,7 +21,6 @@ from batchlab.models.load import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pooled import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
-from batchlab.tasks.verify import verify
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
 from batchlab.jobs.pooling import PoolingRequest
@@ -570,19 +569,3 @@ def test_embed_by_a_worker_on_ray(tmp_path, folder, encoder, capfd, monkeypatch)
     assert [r["line"] for r in found] == [*range(1, 46)] and last["line"] == 46
     assert "the model takes" in last["error"]["message"] and last["embedding"] is None
     close([r["embedding"] for r in found], vectors(encoder, rows[:-1]))
-
-
-def test_verify_compares_vectors(encoder):
-    pairs = [{"prompt": "a", "text_pair": t} for t in TEXTS]
-    judge, how = classifier(1), dict(use_tqdm=False)
-    outs = [*judge.encode(pairs, pooling_task="score", **how), *judge.score("q", TEXTS, **how)]
-    r = verify(classifier(1), outs, sample=None)
-    assert r.ok and r.requests == 10 and not r.skipped
-    mixed = encoder.embed(TEXTS, use_tqdm=False)
-    assert verify(encoder, mixed, sample=None).ok
-    one, other = mixed[:2]
-    one.outputs, other.outputs = other.outputs, one.outputs  # two answers changed places
-    bugs = {d.request_id for d in verify(encoder, mixed, sample=None).bugs}
-    assert bugs == {one.request_id, other.request_id}
-    [(_, why)] = verify(encoder, encoder.score("a", "b", **how)).skipped
-    assert "cosine of two vectors" in why

@@ -733,7 +733,7 @@ def test_settings_of_a_plain_line_are_used(keys, want):
         (dict(best_of=3), "best_of=3"),
         (dict(stream=True), "stream=true"),
         (dict(tool_choice="auto", functions=[1]), "functions"),
-        (dict(num_beams=4), "'num_beams' llm.beam_search"),
+        (dict(num_beams=4), "'num_beams' transformers'"),
         (dict(max_length=9), "'max_length' max_tokens"),
         (dict(do_sample=True), "do_sample temperature"),
         (dict(maxTokens=9), "'maxTokens' 'max_tokens'"),

@@ -179,7 +179,6 @@ def test_what_is_too_long_is_not_tokenised(llm, monkeypatch):
     assert "at least 200,0" in b.error and not ok.error and a.outputs[0].finish_reason == "too_long"
     for outs in (
         llm.choose([long], ["a", "b"]),
-        llm.beam_search([long], dict(beam_width=2, max_tokens=2)),
         llm.logprobs([long]),
         llm.embed([long, "short"]),
     ):

@@ -9,12 +9,11 @@ from conftest import has_compiler
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from batchlab import LLM, BeamSearchParams, LoRARequest
+from batchlab import LLM, LoRARequest
 from batchlab.fast.trial import BackendOptions, kv_layout
 from batchlab.fast.backends import select_backend
 from batchlab.fast import kernels, modules
 from batchlab.fast.adapters import linear_shapes
-from batchlab.fast.cuda import bucket
 from batchlab.core.batch import pack_rows
 from batchlab.errors import AdapterError, ParamError, UnsupportedModelError
 from batchlab.tasks.lora import Adapters, read_adapter, read_modules
@@ -168,13 +167,6 @@ def test_the_models_own_code_runs_adapters(kind, arch, tmp_path):
     assert rows.backend.name == kind
     rows.check()
     assert not any(m._forward_hooks for m in rows.model.modules())  # left as it was
-
-
-def test_recorded_steps_are_for_rows_without_adapters():
-    rows = [([1], 3), ([2], 5)]
-    for adapters, recorded in (([0, 0], True), ([0, 2], False)):
-        batch = pack_rows(rows, [[0], [1]], 64, adapters=adapters)
-        assert bool(bucket(batch, 64)) == recorded
 
 
 @pytest.mark.parametrize("compile", [pytest.param("auto", marks=compiled), False])
@@ -582,34 +574,9 @@ def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(t
         asked.run(make({"tiny": a.lora_path}))
 
 
-def test_vectors_are_verified_with_their_adapter(three):
-    llm = engine(three)
-    outs = llm.embed(["one", "two", "one"], lora_request=[None, three[1][0], three[1][1]])
-    assert [o.lora_request for o in outs] == [None, *three[1][:2]] and llm.verify(outs).ok
-    outs[1].lora_request = three[1][1]  # not what it ran with
-    assert not llm.verify(outs).ok
-
-
 def mix(three, n):
     "Adapters for the requests of a call, of three and none, and the models that have them merged."
     return ([None, *three[1]] * n)[:n], (three[2] * n)[:n]
-
-
-@pytest.mark.parametrize("compile", [pytest.param("auto", marks=compiled), False])
-def test_beams_with_adapters_are_those_of_merged_models(three, compile):
-    from test_beam import check
-
-    llm, head = engine(three, compile=compile, max_num_seqs=10), [*range(60, 130)]
-    prompts = [*[head + [7]] * 4, [9, 8, 7], [20], [5] * 30, head]  # four adapters begin alike
-    loras, refs = mix(three, len(prompts))
-    for again in (False, True):  # from an empty cache, and from what all of them left
-        outs = llm.beam_search(prompts, BeamSearchParams(3, 8), lora_request=loras)
-        for prompt, ref, lora, out in zip(prompts, refs, loras, outs, strict=True):
-            check(ref, prompt, out, 3, 8)
-            assert all(s.lora_request == lora for s in out.sequences)
-    assert len({tuple(o.sequences[0].output_ids) for o in outs[:4]}) == 4
-    [out] = llm.beam_search([9, 8], BeamSearchParams(2, 5), lora_request=three[1][1])
-    check(refs[2], [9, 8], out, 2, 5)  # one for all
 
 
 def test_choices_with_adapters_are_those_of_merged_models(three):
@@ -658,46 +625,22 @@ def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three)
     llm = engine(three, compile=False)
     loras = [LoRARequest("missing", 9, "nowhere"), three[1][0], "nobody"]
     calls = (
-        lambda n, lora: llm.beam_search([[5, 6]] * n, BeamSearchParams(2, 3), lora_request=lora),
         lambda n, lora: llm.choose(["a"] * n, [" b", " c"], lora_request=lora),
         lambda n, lora: llm.map([dict(prompt="a")] * n, "{prompt}", GREEDY, lora_request=lora),
     )
-    beams, chosen, rows = (call(3, loras) for call in calls)
-    for errors in ([o.error for o in beams], [o.error for o in chosen], [r["error"] for r in rows]):
+    chosen, rows = (call(3, loras) for call in calls)
+    for errors in ([o.error for o in chosen], [r["error"] for r in rows]):
         assert "'missing': there is no folder" in errors[0] and errors[1] is None
         assert "no adapter 'nobody'" in errors[2]
-    assert len(beams[1].sequences) == 2 and chosen[1].best and rows[1]["text"]
+    assert chosen[1].best and rows[1]["text"]
     for call in calls:
         with pytest.raises(ParamError, match="2 values of lora_request for 1"):
             call(1, loras[:2])
         with pytest.raises(ParamError, match="must be a LoRARequest or the name"):
             call(1, 7)
     llm = LLM(three[0], tiny_tokenizer(), compile=False)
-    for call in calls[:2]:
-        with pytest.raises(ParamError, match="enable_lora"):
-            call(1, three[1][0])
-
-
-def test_a_search_has_one_adapter_from_its_first_beam_to_its_last(three, tmp_path):
-    from test_beam import check
-
-    llm, steps = engine(three, compile=False), []
-    folder = tiny_adapter(tmp_path / "x", three[0], seed=5)
-    x, old = LoRARequest("x", 7, folder, load_inplace=True), merged(three[0], folder)
-
-    def swap(engine, event, what):
-        steps.append(event)
-        if steps.count("forward") == 3 and event == "forward":
-            tiny_adapter(folder, three[0], seed=6)
-            llm.remove_lora(7)
-
-    llm.watchers.append(swap)
-    [out] = llm.beam_search([[5, 6, 7]], BeamSearchParams(3, 8), lora_request=x)
-    check(old, [5, 6, 7], out, 3, 8)
-    [new] = llm.beam_search([[5, 6, 7]], BeamSearchParams(3, 8), lora_request=x)
-    check(merged(three[0], folder), [5, 6, 7], new, 3, 8)
-    assert steps.count("forward") >= 16 and len(llm.adapters.alive) == 1
-    assert [s.tokens for s in new.sequences] != [s.tokens for s in out.sequences]
+    with pytest.raises(ParamError, match="enable_lora"):
+        calls[0](1, three[1][0])
 
 
 def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):

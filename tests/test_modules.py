@@ -315,3 +315,10 @@ def test_experts_give_a_row_the_same_bits_in_any_company(kernels):
     for wrong in (index + 24, index - 24):
         with pytest.raises(IndexError, match="a router chose another"):
             packed(a, wrong, w)
+
+
+def test_elsewhere_than_on_a_cpu_torch_runs():
+    model = tiny_model("llama")
+    shapes = kv_layout(model)
+    backend = select_backend(model.to("meta"), shapes)
+    assert backend.name == "torch" and "on the CPU" in backend.why

@@ -15,7 +15,6 @@ from batchlab.core.params import RULES
 from batchlab.errors import ModelError, ModelNotFoundError, ParamError, PromptError
 from batchlab.llm.inputs import split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.tasks.beam_params import BeamSearchParams
 from batchlab.llm.pooled import PoolingParams
 from batchlab.jobs.schema import BadRequest, parse_online
 
@@ -541,7 +540,6 @@ def test_a_whole_number_may_be_written_as_a_float(llm):
         (SamplingParams, dict(bad_words=[[8.0]]), dict(bad_words=[[8]])),
         (SamplingParams, dict(logit_bias={9.0: 1}), dict(logit_bias={9: 1})),
         (SamplingParams, dict(logprob_token_ids=[3.0]), dict(logprob_token_ids=[3])),
-        (BeamSearchParams, dict(beam_width=2.0, max_tokens=3.0), dict(beam_width=2, max_tokens=3)),
         (PoolingParams, dict(dimensions=4.0), dict(dimensions=4)),
         (PoolingParams, dict(layers=[0.0, -1.0]), dict(layers=(0, -1))),
     ):
@@ -699,6 +697,6 @@ def test_an_editor_knows_what_calls_take_and_give():
     [told] = script("llm.generate").help(3, 6)
     assert shown.to_string() in told.docstring() and len(told.docstring(raw=True)) > 20
     of = lambda text: {c.name for c in script(text).complete()}
-    methods = "generate chat stream embed beam_search verify stats add_request cancel"
+    methods = "generate chat stream embed verify stats add_request cancel"
     assert of("llm.") >= {*methods.split()}
     assert of("llm.generate(['a'])[0].") >= {"outputs", "prompt_token_ids", "finished", "error"}

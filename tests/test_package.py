@@ -17,7 +17,7 @@ PUBLIC = {
     "BatchlabError",
     "LoRARequest",
 }
-PUBLIC |= {"Outputs", "StreamEvent", "Trace", "timeline", "run", "BeamSearchParams"}
+PUBLIC |= {"Outputs", "StreamEvent", "Trace", "timeline", "run"}
 PUBLIC |= {
     "PoolingParams",
     "PoolerConfig",
@@ -65,8 +65,8 @@ def test_names_resolve_lazily(tmp_path):
 import sys, batchlab
 assert {{*batchlab.__all__}} == {PUBLIC!r}, batchlab.__all__
 assert {PUBLIC!r} <= {{*dir(batchlab)}} and 'torch' not in sys.modules
-from batchlab import BatchlabError, BeamSearchParams
-BeamSearchParams(2)
+from batchlab import BatchlabError, SamplingParams
+SamplingParams(n=2)
 assert not {{'torch', 'transformers'}} & {{*sys.modules}}
 from batchlab.models import BatchlabError as same
 assert BatchlabError is same and 'BatchlabError' in vars(batchlab) and 'LLM' not in vars(batchlab)

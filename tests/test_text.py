@@ -376,7 +376,7 @@ llm = LLM(tiny_model('llama'), tiny_tokenizer())
 shared = AsyncLLM(llm)
 async def one(): return [o async for o in shared.generate('x')]
 calls = [lambda: llm.generate('x'), lambda: llm.embed('x'), lambda: next(llm.stream('x')), llm.step, llm.start, llm.stop, llm.close, llm.pause, llm.resume,
-         lambda: llm.add_request('x'), lambda: llm.cancel('0'), lambda: asyncio.run(one()), lambda: asyncio.run(shared.shutdown()), lambda: llm.beam_search('x', dict(beam_width=2))]
+         lambda: llm.add_request('x'), lambda: llm.cancel('0'), lambda: asyncio.run(one()), lambda: asyncio.run(shared.shutdown())]
 asyncio.run(one())
 for held in (False, True):
     if held: llm.progress.acquire()

@@ -10,7 +10,6 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, TypeVar
 
-from ..tasks.beam_params import BeamSearchParams
 from ..core.params import SamplingParams
 from ..errors import BatchlabError, ParamError, suggest_names
 from ..llm.config import check_count
@@ -42,7 +41,6 @@ from .plan import make_plan
 
 if TYPE_CHECKING:
     from batchlab.jobs.lines import Postprocess
-    from batchlab.tasks.beam import BeamSearchOutput
     from batchlab.tasks.choices import ChoiceScores
     from batchlab.tasks.verify import Report
 
@@ -307,20 +305,6 @@ class ChoiceCalls(ScoreCalls):
 
         return choose(self, prompts, choices, chat, use_tqdm, end, lora_request)
 
-    def beam_search(
-        self,
-        prompts: Prompts,
-        params: BeamSearchParams | dict[str, object] | None = None,
-        use_tqdm: Bar = None,
-        concurrency_limit: int | None = None,
-        lora_request: AdapterChoices = None,
-    ) -> Outputs[BeamSearchOutput]:
-        """The likeliest answers to each of `prompts`, by beam search: a `BeamSearchOutput` a
-        prompt. For arguments see `batchlab.tasks.beam.beam_search`."""
-        from batchlab.tasks.beam import beam_search
-
-        return beam_search(self, prompts, params, use_tqdm, concurrency_limit, lora_request)
-
 # %% ../../nbs/2_core/api.ipynb #7b135001
 class TableCalls(ChoiceCalls):
     "The call for tables."
@@ -386,11 +370,10 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
     `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False;
     `backend` says what came of it. `quantization`: None, 'int8' or 'w4a8', see chapters 22 and
     23b for what they cost. `kv_dtype`: None, or 'int8' for keys and values in 8 bits, on the
-    kernels of a CPU, see chapter 74. `speculation`: None; 'lookup', which drafts tokens by earlier text and
-    checks several in a step; or a small model of the same vocabulary, which drafts where nothing
-    is found, loaded or as `model` is named: see chapter 34. Its keys and values come on top of
-    `kv_cache_bytes`. `strategy`: 'continuous'; or, to compare, 'loop' (one at a time), 'static' (batches in
-    the order given), 'bucketed' (similar lengths together), 'prefix' (batches that share one).
+    kernels of a CPU, see chapter 74. `speculation`: None; or 'lookup', which drafts tokens by
+    earlier text and checks several in a step, see chapter 34. `strategy`: 'continuous'; or, to
+    compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed' (similar
+    lengths together), 'prefix' (batches that share one).
 
     `logprobs_mode`: what `logprobs` are of, for requests that don't say: 'raw_logprobs' of what
     the model says, 'processed_logprobs' of what may be sampled, or the logits of either,

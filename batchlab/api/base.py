@@ -19,10 +19,9 @@ from ..core.blocks import KVBudget
 from ..core.cache import Shape
 from ..core.ledger import Ledger
 from ..core.params import SamplingParams, check_logprobs_mode
-from ..errors import EngineError, ModelError, suggest_names
+from ..errors import REMOVED, EngineError, ModelError, RemovedAttribute, suggest_names
 from batchlab.llm.config import (
     Limits,
-    bytes_per_token,
     check_compile,
     check_count,
     check_counts,
@@ -31,7 +30,6 @@ from batchlab.llm.config import (
     check_speculation,
     check_strategy,
     choose_limits,
-    free_memory,
     model_and_tokenizer,
     no_collection,
     rope_switch,
@@ -46,7 +44,6 @@ from ..machine import release_threads, trim_heap
 from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
 from ..models.fetch import short_name
 from ..tasks.admit import admit
-from ..tasks.draft import DraftModel, open_draft
 from ..tasks.lora import AdapterModules, Adapters, check_folders, check_modules, open_for
 from ..tasks.pooling import Pooler
 from ..tasks.speculation import Lookup, make_proposer
@@ -56,8 +53,8 @@ if TYPE_CHECKING:
     from batchlab.view.trace import Recorder
 
 # %% auto #0
-__all__ = ['CALLS', 'ModelEngines', 'ModelState', 'loading_peak', 'room_beside', 'LoadedModel', 'tokens_of', 'PromptStream',
-           'PromptLoop', 'facts_of', 'registered', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
+__all__ = ['CALLS', 'ModelEngines', 'ModelState', 'loading_peak', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop',
+           'facts_of', 'registered', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
 
 # %% ../../nbs/2_core/base.ipynb #9c61fad8
 class ModelEngines(BackgroundLoop):
@@ -89,7 +86,7 @@ class ModelState(ModelEngines):
     compile: bool | str
     quantization: str | None
     kv_dtype: str | None
-    speculation: str | PreTrainedModel | None
+    speculation: str | None
     logprobs_mode: str
     own: bool  # it loaded the model itself, and may give up its weights
     source: tuple[Any, ...]  # from which it loaded it
@@ -100,7 +97,6 @@ class ModelState(ModelEngines):
     watchers: list[Callable]  # of its engines, and of requests: see `Engine`, `Delivery.mark`
     adapters: Adapters | None = None
     proposer: Lookup | None = None  # what drafts tokens, if that is on
-    draft: DraftModel | None = None  # with which small model
     recorder: Recorder | None = None  # the last there was
     asked_limits: dict[str, int | None]
     store_options: StoreOptions | None = None
@@ -146,15 +142,6 @@ def loading_peak(model: PreTrainedModel) -> int:
     "The most bytes that the weights of `model` take while they are rearranged, one by one."
     sizes = [p.nbytes for p in model.parameters()]
     return sum(sizes) + max(sizes, default=0)
-
-# %% ../../nbs/2_core/base.ipynb #b337ac8b
-def room_beside(llm: ModelState, shapes: Sequence[Shape]) -> int | None:
-    """Bytes of free memory for the model of `llm`, whose layers keep `shapes`, where a draft model
-    keeps keys and values of as many tokens; None without one."""
-    own = bytes_per_token(shapes, llm.model.dtype, llm.kv_dtype)
-    if llm.draft is None or not own or llm.asked_limits["kv_cache_bytes"]:
-        return None
-    return int(free_memory(llm.model.device) * own / (own + llm.draft.kv_bytes_per_token))
 
 # %% ../../nbs/2_core/base.ipynb #5fa2cf5f
 class LoadedModel(ModelState):
@@ -208,12 +195,10 @@ class LoadedModel(ModelState):
         own = max_model_len(self.model), self.pooler.limit
         fits = shapes, self.paddable, self.model.dtype, self.model.device, own
         if fits != self.limits_fit:  # else they stay, though other memory is free by now
-            limits |= dict(room=room_beside(self, shapes or ()), kv_dtype=self.kv_dtype)
+            limits["kv_dtype"] = self.kv_dtype
             self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
             self.limits_fit = fits
         self.engines.configure()
-        if self.draft is not None:
-            self.draft.open(self.limits.kv_tokens)
         release_threads()  # another thread may make the steps
 
 # %% ../../nbs/2_core/base.ipynb #8c99bc72
@@ -443,8 +428,6 @@ class Lifetime(Upkeep):
             keep_blocks(self.engines)
             for e in self.engines.values():
                 e.reset()
-            if self.proposer is not None:
-                self.proposer.close()
             if self.adapters is not None:
                 self.adapters.unload()
         trim_memory()
@@ -475,9 +458,9 @@ class LLMBase(Lifetime):
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
         kv_dtype: str | None = None,  # keep keys and values in 8 bits (int8): more of them fit
-        # draft tokens, from earlier text (lookup) or by the small model named: no token changes; it is
-        # faster where a few requests repeat text, slower where many run at once
-        speculation: str | PathLike[str] | PreTrainedModel | None = None,
+        # draft tokens from earlier text (lookup): no token changes; it is faster where a few requests
+        # repeat text, slower where many run at once
+        speculation: str | None = None,
         trace: bool = False,  # record all that happens
         logprobs_mode: str = "raw_logprobs",  # what `logprobs` are of
         # how hidden states are pooled, if not as the model's folder says
@@ -506,10 +489,16 @@ class LLMBase(Lifetime):
         self.store_options = check_store(*asked, strategy, self.enable_prefix_caching)
         check_folders(lora_modules, max_lora_rank)
         self.load(model, tokenizer, dtype, device, check_template(chat_template))
-        self.draft = open_draft(self)
         if enable_lora or lora_modules:
             self.adapters = open_for(self, max_loras, max_lora_rank, max_cpu_loras, lora_modules)
         self.begin(trace)
+
+    if not TYPE_CHECKING:  # or each name would be one of its attributes
+
+        def __getattr__(self, name: str) -> object:
+            if name in REMOVED:
+                raise RemovedAttribute(name)
+            return object.__getattribute__(self, name)  # which raises as Python does
 
 # %% ../../nbs/2_core/base.ipynb #6275deea
 suggest_names(LLMBase, ModelState, Upkeep)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['WIDTHS', 'LIBRARIES_BYTES', 'in_order', 'simulate', 'workspace_bytes', 'libraries_bytes', 'machine_memory',
-           'limits_in', 'draft_bytes', 'store_bytes', 'make_plan', 'make_stats']
+           'limits_in', 'store_bytes', 'make_plan', 'make_stats']
 
 # %% ../../nbs/2_core/plan.ipynb #5ac1984c
 def in_order(llm: LoadedModel, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
@@ -94,7 +94,6 @@ def machine_memory(llm: LoadedModel) -> tuple[int, int]:
     total, held = total_memory(llm.device), libraries_bytes(llm)
     if llm.loaded:
         held += llm.weights_bytes + sum(e.runner.nbytes for e in llm.engines.values())
-        held += 0 if llm.draft is None else llm.draft.weights_bytes + llm.draft.runner.nbytes
     return total, min(total, free_memory(llm.device) + held)
 
 
@@ -105,9 +104,6 @@ def limits_in(llm: LoadedModel, memory_bytes: int | None, longest: int) -> Limit
     if memory_bytes is None or llm.asked_limits["kv_cache_bytes"] or not l.kv_tokens:
         return l
     room = memory_bytes - libraries_bytes(llm) - llm.weights_bytes
-    if llm.draft is not None:
-        both = l.kv_bytes_per_token + llm.draft.kv_bytes_per_token
-        room = (room - llm.draft.weights_bytes) * l.kv_bytes_per_token // both
     one = round_up(longest, size) * l.kv_bytes_per_token
     l = replace(l, kv_bytes=max(one, int(0.7 * room)))
     l.fit(size)
@@ -128,12 +124,6 @@ def _count_longest(llm: LoadedModel, limits: Limits, lengths: Iterable[int]) -> 
     return slots, sum(held[:slots]) // size
 
 # %% ../../nbs/2_core/plan.ipynb #ce6e1c74
-def draft_bytes(llm: LoadedModel, tokens: int) -> int:
-    "Bytes of a draft model, with keys and values of so many tokens; 0 without one."
-    draft = llm.draft
-    return 0 if draft is None else draft.weights_bytes + tokens * draft.kv_bytes_per_token
-
-
 def store_bytes(llm: LoadedModel) -> tuple[int, int, int]:
     """Of a prefix store: what lies on disk of it, the most that it may take, and one block, all in
     bytes; zeros without one."""
@@ -186,7 +176,6 @@ def make_plan(
         libraries_bytes(llm),
         llm.loading_bytes,
         bool(memory_bytes),
-        draft_bytes(llm, blocks * size),
         *store_bytes(llm),
     )
 

@@ -143,9 +143,6 @@ def limits_of(llm: UnloadedLLM) -> Limits:
     per_token = bytes_per_token(shapes or (), llm.model.dtype, llm.kv_dtype)
     longest = asked["max_model_len"] or max_model_len(llm.model) or 2048
     room = free_memory(llm.device) - llm.weights_bytes
-    if llm.draft is not None and per_token:
-        room = (room - llm.draft.weights_bytes) * per_token
-        room //= per_token + llm.draft.kv_bytes_per_token
     one = 2 * per_token * (longest + 64)  # of which keys and values get 70%
     return choose_limits(
         llm.model,

@@ -303,7 +303,7 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
     add("dtype", "number format that all compute in (default: bf16)", **dtypes)
     bits = "with --profile, --sweep, --memory or --bandwidth: weights of the model in 8 or 4 bits"
     add("quantization", bits, choices=QUANTIZATIONS)
-    drafts = "with --profile or --sweep: draft tokens (lookup, or a small model) and check several in a step"
+    drafts = "with --profile or --sweep: draft tokens (lookup) and check several in a step"
     add("speculation", drafts)
     add("device", "where to run: auto, cpu or cuda (default: auto)", default="auto")
     kinds = dict(default=list(WORKLOADS), choices=WORKLOADS)

@@ -17,8 +17,7 @@ import batchlab
 from .. import api
 from ..api.base import trim_memory
 from ..core import params
-from ..tasks.beam_params import BeamSearchParams
-from ..errors import ParamError
+from ..errors import ParamError, no_name
 from .names import VLLM_ENGINE
 from ..llm.outputs import CompletionOutput, RequestOutput
 from ..llm import pooled
@@ -36,8 +35,8 @@ log = logging.getLogger("batchlab")
 # %% auto #0
 __all__ = ['log', 'RENAMED', 'GuidedDecodingParams', 'engine_options', 'LLM', 'SamplingParams', 'StructuredOutputsParams',
            'PoolerConfig', 'EngineArgs', 'FlexibleArgumentParser', 'cleanup_dist_env_and_memory', 'TextPrompt',
-           'TokensPrompt', 'print_embeddings', 'config_of', 'LLMEngine', 'BeamSearchParams', 'PoolingParams',
-           'LoRARequest', 'RequestOutput', 'CompletionOutput', 'PoolingRequestOutput', 'EmbeddingRequestOutput',
+           'TokensPrompt', 'print_embeddings', 'config_of', 'LLMEngine', 'PoolingParams', 'LoRARequest',
+           'RequestOutput', 'CompletionOutput', 'PoolingRequestOutput', 'EmbeddingRequestOutput',
            'ClassificationRequestOutput', 'ScoringRequestOutput']
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00009
@@ -180,7 +179,6 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00031
 _all_ = [
-    "BeamSearchParams",
     "PoolingParams",
     "LoRARequest",
     "RequestOutput",
@@ -208,6 +206,10 @@ def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> Non
     "Print the first numbers of a vector, and how many it has."
     few = f"{str(embeds[:4])[:-1]}, ...]" if len(embeds) > 4 else embeds
     print(f"{prefix}: {few} (size={len(embeds)})")
+
+# %% ../../nbs/7_serve/vllm.ipynb #4c1de0b2
+def __getattr__(name: str) -> Any:
+    raise no_name(__name__, name)
 
 # %% ../../nbs/7_serve/vllm.ipynb #8b68359c
 def config_of(llm: LLM) -> SimpleNamespace:

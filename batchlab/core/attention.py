@@ -21,8 +21,8 @@ from .packing import Packed, ints
 from .cache import KVCache, Shape, is_run
 
 # %% auto #0
-__all__ = ['KV', 'packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'shared_prefixes',
-           'StepMasks', 'PackedStep', 'TorchBackend']
+__all__ = ['packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'StepMasks', 'PackedStep',
+           'TorchBackend']
 
 # %% ../../nbs/2_core/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
@@ -46,9 +46,6 @@ def _runs(step: Step, configs: Sequence[Any], causal: bool = True) -> Iterator[N
         _thread.runs = before
 
 # %% ../../nbs/2_core/12_attention.ipynb #631e3919
-KV = tuple[torch.Tensor, torch.Tensor]
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -316,93 +313,17 @@ def both_ways(n: int, window: int | None, like: torch.Tensor) -> torch.Tensor | 
     at = torch.arange(n, device=like.device)
     return _additive((at[:, None] - at).abs() < window, like.dtype)
 
-# %% ../../nbs/2_core/12_attention.ipynb #aed6da4c
-def shared_prefixes(
-    tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1
-) -> list[tuple[list[int], int]]:
-    """Which rows are best read together: groups `(rows, number of blocks)` that begin with the
-    same blocks.
-
-    `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share.
-    Blocks are shared `unit` at a time. At each fork, but for those behind 32 others, either all
-    stay together or each branch of several rows goes on by itself, whichever reads fewer blocks.
-    Every row is in one group, maybe alone."""
-
-    def branches(rows: list[int], depth: int) -> list[list[int]]:
-        "The rows that may share the next `unit` blocks, by what those are."
-        found: dict[tuple[int, ...], list[int]] = {}
-        for r in rows:
-            if limits[r] >= depth + unit:
-                found.setdefault(tuple(tables[r][depth : depth + unit]), []).append(r)
-        return list(found.values())
-
-    def saved(groups: list[tuple[list[int], int]]) -> int:
-        return sum(n * (len(rows) - 1) for rows, n in groups)
-
-    def split(rows: list[int], depth: int, forks: int) -> list[tuple[list[int], int]]:
-        "The best groups of `rows`, which share `depth` blocks."
-        while (kids := branches(rows, depth)) == [rows]:
-            depth += unit  # all go on alike
-        apart = [
-            g
-            for kid in kids
-            if len(kid) > 1 and forks < 32
-            for g in split(kid, depth + unit, forks + 1)
-        ]
-        if left := sorted(set(rows).difference(*(some for some, _ in apart))):
-            apart += [(left, depth)] if depth else [([r], 0) for r in left]
-        together = [(rows, depth)]
-        return together if depth and saved(together) >= saved(apart) else apart
-
-    groups = split(list(range(len(tables))), 0, 0) if tables else []
-    return [(rows, n if len(rows) > 1 else 0) for rows, n in groups]
-
-# %% ../../nbs/2_core/12_attention.ipynb #0b00696a
-def attend_pieces(
-    q: torch.Tensor,
-    shared: KV,
-    own: KV,
-    mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of R rows with one query each, `q` `[R, H, D]`, over columns that all share and
-    columns of their own: `[R, H, Dv]`.
-
-    `shared`: keys and values `[S, KV, D]`, multiplied with all queries at once; `own`:
-    `[R, C, KV, D]`; `mask`: additive, `[R, 1, 1, S + C]`, or `[R, 1, 1, C]` for the columns of
-    their own alone. The softmax is over both. (Hydragen, Juravsky et al. 2024.)"""
-    (R, H, _), (S, KV, _) = q.shape, shared[0].shape
-    x = q.unflatten(1, (KV, -1))  # [R, KV, G, D]
-    both = (
-        (x.transpose(0, 1).flatten(1, 2) @ shared[0].permute(1, 2, 0))
-        .unflatten(1, (R, -1))
-        .transpose(0, 1)
-    )
-    mine = x @ own[0].permute(0, 2, 3, 1)  # [R, KV, G, C]
-    scores = torch.cat([both, mine], -1).view(R, H, 1, -1)
-    weights = _weights(scores, mask, scaling, softcap, sinks).to(q.dtype).reshape(*x.shape[:3], -1)
-    a = weights[..., :S].transpose(0, 1).flatten(1, 2) @ shared[1].transpose(
-        0, 1
-    )  # [KV, R * G, Dv]
-    b = weights[..., S:] @ own[1].transpose(1, 2)
-    return (a.unflatten(1, (R, -1)).transpose(0, 1) + b).reshape(R, H, -1)
-
 # %% ../../nbs/2_core/12_attention.ipynb #96e79bc3
 @dataclass(eq=False)
 class DecodeGroup:
-    """R rows of one token each that are attended together. `rows`: which of the batch. `shared`:
-    blocks that all begin with.
+    """R rows of one token each that are attended together. `rows`: which of the batch.
 
-    `own`: the blocks behind those, int64 `[R * n]`, or the list of them for one row; `first`:
-    the column where they begin, `columns`: how many each row has of them; `lengths`: int64
-    `[R]`, how many columns each row may see."""
+    `blocks`: those that are read, as many for each row, int64 `[R * n]`, or the list of them for
+    one row; `columns`: how many that are for each row; `lengths`: int64 `[R]`, how many of them
+    each row may see."""
 
     rows: list[int]
-    shared: list[int]
-    own: torch.Tensor | list[int]
-    first: int
+    blocks: torch.Tensor | list[int]
     lengths: torch.Tensor
     columns: int
 
@@ -411,29 +332,19 @@ LONG = 512  # columns of one row that take as long to read as one more call
 
 
 def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[DecodeGroup]:
-    """The rows of `batch` that decode, grouped: by what they share, then by how much more they
-    have to read."""
-    n, found = batch.num_decode, []
-    tables, lengths = batch.block_table[:n], batch.seq_lens[:n]
-    shared = {
-        r: (rows[0], k) if k else (-1, 0)  # those that share nothing still go together
-        for rows, k in shared_prefixes(tables, [(length - 1) // block_size for length in lengths])
-        for r in rows
-    }
-    classes: dict[tuple[int, int, object], list[int]] = {}
-    for r, (first, k) in sorted(shared.items()):
-        mine = tables[r][k:]
-        alone = not k and len(mine) * block_size >= LONG and is_run(mine)
-        classes.setdefault((first, k, (r,) if alone else len(mine).bit_length()), []).append(r)
-    for (_, k, _), some in classes.items():
-        width = max(len(tables[r]) for r in some) - k
-        own = [b for r in some for b in (tables[r][k:] + tables[r][-1:] * width)[:width]]
+    "The rows of `batch` that decode, grouped by how much they have to read."
+    tables, lengths, found = batch.block_table, batch.seq_lens, []
+    classes: dict[tuple[int, int], list[int]] = {}
+    for r, table in enumerate(tables[: batch.num_decode]):
+        alone = len(table) * block_size >= LONG and is_run(table)
+        classes.setdefault((len(table).bit_length(), r if alone else -1), []).append(r)
+    for some in classes.values():
+        width = max(len(tables[r]) for r in some)
+        blocks = [b for r in some for b in (tables[r] + tables[r][-1:] * width)[:width]]
         found.append(
             DecodeGroup(
                 some,
-                tables[some[0]][:k],
-                own if len(some) == 1 else ints(own, device=device),
-                k * block_size,
+                blocks if len(some) == 1 else ints(blocks, device=device),
                 ints((lengths[r] for r in some), device=device),
                 width * block_size,
             )
@@ -460,7 +371,7 @@ class StepMasks:
 
     @property
     def masked(self) -> int:
-        return sum(len(g.rows) * (g.first + g.columns) - int(g.lengths.sum()) for g in self.groups)
+        return sum(len(g.rows) * g.columns - int(g.lengths.sum()) for g in self.groups)
 
     def _seen(
         self, layer: int, i: int, n: int, window: int | None, like: torch.Tensor
@@ -536,13 +447,10 @@ class PackedStep(StepMasks):
     ) -> torch.Tensor:
         "Group i, one query a row, `q` `[R, H, D]`: `[R, H, Dv]`."
         g = self.groups[i]
-        k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.own))
-        low = g.first if window is None else 0  # all see all that they share
+        k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.blocks))
         mask = self._once(
-            (i, window, q.dtype), span_mask, g.lengths, low, g.first + g.columns, window, q.dtype
+            (i, window, q.dtype), span_mask, g.lengths, 0, g.columns, window, q.dtype
         )[:, None, None]
-        if g.shared:
-            return attend_pieces(q, self.cache.read(layer, g.shared), (k, v), mask, **asked)
         return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **asked)[:, :, 0]
 
 # %% ../../nbs/2_core/12_attention.ipynb #a0674596
@@ -585,6 +493,3 @@ class TorchBackend:
             out = packed_forward(self.model, step, packed, last, batch.hidden, batch.layers)
         self.masked = step.masked
         return out
-
-    def close(self) -> None:
-        "Nothing is held."

@@ -64,7 +64,3 @@ class Backend(Protocol):
         """One step: outputs `[n, V]` at `batch.logits_at` (with `batch.hidden` `[n, E]`). Writes
         the KV of its tokens."""
         ...
-
-    def close(self) -> None:
-        "Give back what was made for the cache in use."
-        ...

@@ -9,11 +9,9 @@ import copy, numbers, sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from math import inf, nextafter
-from typing import TYPE_CHECKING, Any, Self
-from ..errors import Option, ParamError, check_names, suggest_names, whole_number, written
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
+from ..errors import Option, ParamError, check_names, suggest_names, whole_number, written
 
 # %% auto #0
 __all__ = ['RULES', 'LOGPROBS_MODES', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode', 'StructuredOutputsParams',
@@ -374,10 +372,9 @@ class GivenParams:
 
     @classmethod
     def of(
-        cls, x: SamplingParams | GenerationConfig | dict[str, Any] | None = None, **defaults: Any
+        cls, x: SamplingParams | dict[str, Any] | None = None, **defaults: Any
     ) -> SamplingParams:
-        """From `SamplingParams`, a dict, a `GenerationConfig` or None; `defaults` fill what `x`
-        leaves unset."""
+        "From `SamplingParams`, a dict or None; `defaults` fill what `x` leaves unset."
         if isinstance(x, SamplingParams):
             return x
         if x is None or isinstance(x, dict):
@@ -385,12 +382,11 @@ class GivenParams:
             check_names(own, SETTINGS)
             make: Any = cls
             return make(**{**defaults, **own})
-        transformers = sys.modules.get("transformers")  # whoever made `x` has imported it
-        if transformers and isinstance(x, transformers.GenerationConfig):
-            return _from_generation_config(x, defaults)
         raise ParamError(
-            "sampling parameters must be SamplingParams, a dict, a GenerationConfig or None, "
-            f"got {type(x).__name__}"
+            field="sampling_params",
+            value=type(x).__name__,
+            want="SamplingParams, a dict of its fields or None",
+            advice="name each setting, such as temperature=0.7, max_tokens=64",
         )
 
     def clone(self) -> Self:
@@ -461,78 +457,3 @@ class SamplingParams(GivenParams):
 # %% ../../nbs/2_core/params.ipynb #22316ebf
 SETTINGS = tuple(f.name for f in fields(SamplingParams))  # the names of all settings
 suggest_names(SamplingParams, StructuredOutputsParams)
-
-# %% ../../nbs/2_core/params.ipynb #f41e2dc4
-_GC_NEUTRAL: dict[str, Any] = {
-    name: value
-    for value, names in (  # fields that ask for nothing at this value, or at None
-        (
-            0,
-            "diversity_penalty penalty_alpha epsilon_cutoff eta_cutoff no_repeat_ngram_size "
-            "encoder_no_repeat_ngram_size min_length",
-        ),
-        (1, "num_beams num_beam_groups typical_p encoder_repetition_penalty guidance_scale"),
-        (False, "remove_invalid_values token_healing"),
-        (
-            None,
-            "top_h max_time forced_bos_token_id forced_eos_token_id begin_suppress_tokens "
-            "sequence_bias watermarking_config dola_layers exponential_decay_length_penalty "
-            "constraints force_words_ids",
-        ),
-    )
-    for name in names.split()
-}
-
-
-def _refuse_gc(gc: GenerationConfig) -> None:
-    """Raise `ParamError` if `gc` asks for something that changes tokens and that batchlab
-    doesn't do."""
-    for name, neutral in _GC_NEUTRAL.items():
-        v = getattr(gc, name, None)
-        if v not in (None, neutral, []):
-            unset = "leave it unset" if neutral is None else f"leave it unset or at {neutral!r}"
-            raise ParamError(
-                f"GenerationConfig.{name}={v!r} is not supported: {unset}, or use transformers' "
-                "generate"
-            )
-
-# %% ../../nbs/2_core/params.ipynb #f41e2dc4-1
-_GC_NAMES = dict(
-    temperature="temperature",
-    top_k="top_k",
-    top_p="top_p",
-    min_p="min_p",
-    stop_strings="stop",
-    repetition_penalty="repetition_penalty",
-    max_new_tokens="max_tokens",
-    min_new_tokens="min_tokens",
-    num_return_sequences="n",
-)
-
-
-def _from_generation_config(gc: GenerationConfig, defaults: dict[str, Any]) -> SamplingParams:
-    """From a transformers `GenerationConfig`; `defaults` fill what it leaves unset. Refuses beams
-    and the like."""
-    _refuse_gc(gc)
-    get = lambda name: getattr(gc, name, None)
-    kw = {to: v for name, to in _GC_NAMES.items() if (v := get(name)) is not None}
-    if not get("do_sample"):
-        kw |= dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)  # generate ignores them too
-    else:
-        kw.setdefault("top_k", defaults.get("top_k", 50))  # what generate does with None
-    eos = get("eos_token_id")
-    eos = [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    if eos:
-        kw["stop_token_ids"] = [
-            *eos,
-            *(i for i in defaults.get("stop_token_ids") or [] if i not in eos),
-        ]
-    bad = [list(w) for w in get("bad_words_ids") or [] if list(w) not in [[e] for e in eos]]
-    if bad := bad + [[i] for i in get("suppress_tokens") or []]:
-        kw["bad_words"] = bad
-    if get("max_length") is not None and "max_tokens" not in kw and "max_tokens" not in defaults:
-        raise ParamError(
-            f"GenerationConfig.max_length={gc.max_length} counts the prompt too, and prompts "
-            "differ: set max_new_tokens"
-        )
-    return SamplingParams(**{**defaults, **kw})

@@ -81,4 +81,3 @@ class PackedRunner:
 
     def reset(self) -> None:
         self.cache = None
-        self.backend.close()

@@ -18,7 +18,7 @@ from ..errors import ParamError, written
 from .tokens import vocabulary_of, word_ids
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'is_plain', 'TokenMask', 'DraftMask',
@@ -79,7 +79,7 @@ class SamplingRow:
     @classmethod
     def make(
         cls,
-        params: SamplingParams | GenerationConfig | dict[str, Any] | None,
+        params: SamplingParams | dict[str, Any] | None,
         prompt_ids: Sequence[int],
         eos_ids: Iterable[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,

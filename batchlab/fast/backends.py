@@ -13,7 +13,7 @@ from ..core.attention import TorchBackend
 from ..core.backend import Backend
 from ..core.cache import Shape
 from ..errors import Unavailable
-from . import cuda, fused, kernels, modules
+from . import fused, kernels, modules
 from .packed import densify
 from .trial import BackendOptions, check_backend
 
@@ -35,7 +35,6 @@ def open_torch(
 Opener = Callable[[PreTrainedModel, Sequence[Shape], BackendOptions], Backend]
 
 REGISTRY: dict[str, Opener] = dict(
-    cuda=cuda.open_backend,
     fused=fused.open_backend,
     modules=modules.open_backend,
     kernels=kernels.open_backend,

@@ -276,25 +276,23 @@ def why_not() -> Iterator[None]:
         raise Unavailable(reason_of(e)) from e
 
 
-def _trial_steps(causal: bool, times: int) -> list[list[tuple[int, int, int]]]:
+def _trial_steps(causal: bool) -> list[list[tuple[int, int, int]]]:
     "Of each step of a trial its rows, `(row, start, n_tokens)`."
     if not causal:
         return [[(2, 0, 1), (1, 0, 3), (0, 0, 13)]]
     return [
         [(2, 0, 1), (0, 0, 7), (1, 0, 2)],
         [(0, 7, 5)],
-        *[[(0, 12, 1), (1, 2, 1), (2, 0, 1)]] * times,
+        [(0, 12, 1), (1, 2, 1), (2, 0, 1)],
     ]
 
 # %% ../../nbs/4_fast/trial.ipynb #3ba6ce9b
 @torch.inference_mode()
-def check_backend(
-    model: PreTrainedModel, backend: Backend, probe: Probe | None = None, times: int = 1
-) -> None:
+def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None = None) -> None:
     """Raise `Unavailable` unless rows of 13, 3 and 1 tokens get from `backend` the logits that
     `model` gives each alone.
 
-    In three steps: together, a chunk, and decode, so many `times`. `probe`: of `probe_rows`,
+    In three steps: together, a chunk, and decode. `probe`: of `probe_rows`,
     whose answers may be known; None makes one. With a `StateProbe` it is hidden states; where
     rows see both ways, of all positions in one step."""
     probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
@@ -305,7 +303,7 @@ def check_backend(
     )
     how: dict[str, Any] = dict(causal=probe.causal, hidden=probe.hidden)
     with attention_override(model), why_not():
-        for step in _trial_steps(probe.causal, times):
+        for step in _trial_steps(probe.causal):
             rows = [(probe.rows[r][start : start + n], start) for r, start, n in step]
             ends = [(r, start + n) for r, start, n in step]
             if not probe.causal:

@@ -24,7 +24,6 @@ from ..api import LLM
 from ..core.params import SETTINGS
 from ..errors import check_names
 from ..tasks.lora import read_modules
-from ..machine import expanded
 from ..models import template_text
 from .job import Job, Run, in_good_order
 from .progress import JobResult
@@ -449,9 +448,6 @@ def portable(llm: dict | None) -> dict:
     if modules := llm.get("lora_modules"):
         found = read_modules(modules).items()
         llm["lora_modules"] = {name: os.path.abspath(r.lora_path) for name, r in found}
-    draft = llm.get("speculation")
-    if isinstance(draft, (str, Path)) and draft != "lookup" and expanded(draft).exists():
-        llm["speculation"] = os.path.abspath(expanded(draft))
     if store := llm.get("prefix_store"):
         llm["prefix_store"] = os.path.abspath(os.path.expanduser(store))
     if template := llm.get("chat_template"):

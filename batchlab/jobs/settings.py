@@ -108,7 +108,7 @@ ADVICE = {  # what to give: instead of which parameters
     "max_tokens": "max_length max_output_tokens max_tokens_to_sample n_predict num_predict",
     "min_tokens": "min_length min_new_tokens",
     "n": "num_return_sequences",
-    "it to llm.beam_search": "beam_width num_beams",
+    "it to transformers' generate": "beam_width num_beams",
     "seed": "random_seed sampling_seed",
     "temperature, which is greedy at 0": "do_sample",
     "repetition_penalty": "repeat_penalty",

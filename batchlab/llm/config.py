@@ -36,8 +36,8 @@ from ..errors import Option, ParamError, Unavailable, UnsupportedModelError
 from ..models.fetch import find_model
 from ..models.gguf import without_numbers
 from ..models.load import load_tokenizer
-from ..machine import expanded, memory_limits
-from ..models import DEFAULT_MODEL, load_model, max_model_len
+from ..machine import memory_limits
+from ..models import load_model, max_model_len
 from ..errors import whole_number, written
 from ..basics.padding import can_pad
 from ..core.cache import Shape, kv_bytes_per_token, kv_shapes
@@ -467,11 +467,13 @@ def check_compile(x: bool | str) -> bool | str:
 QUANTIZATIONS = "int8", "w4a8"
 
 
-def _check_way(name: str, x: object, ways: tuple[str, ...], strategy: str) -> str | None:
+def _check_way(
+    name: str, x: object, ways: tuple[str, ...], strategy: str, advice: str = ""
+) -> str | None:
     "`x` if it is None or one of `ways`, which all need the continuous strategy. Raises `ParamError`."
     if x not in (None, *ways):
         known = ", ".join(["None", *map(repr, ways[:-1])]) + f" or {ways[-1]!r}"
-        raise ParamError(f"{name} must be {known}, got {x!r}", field=name)
+        raise ParamError(field=name, value=x, want=known, advice=advice)
     if x and strategy != "continuous":
         raise ParamError(
             "{asked} needs {needed}, got {strategy!r}",
@@ -514,27 +516,11 @@ def check_counts(**counts: object) -> dict[str, int | None]:
 SPECULATIONS = ("lookup",)
 
 
-def check_speculation(x: object, strategy: str) -> str | PreTrainedModel | None:
-    """`x` if it names a way to speculate, or the draft model for that: a folder, a `.gguf` file, a
-    hub id or a loaded model. Raises `ParamError`."""
-    name = os.fspath(x) if isinstance(x, os.PathLike) else x
-    if isinstance(name, nn.Module) and hasattr(getattr(name, "config", None), "get_text_config"):
-        _check_way("speculation", type(name).__name__, (type(name).__name__,), strategy)
-        return x  # pyright: ignore[reportReturnType]    whether it is a model is seen when it is probed
-    known = name in (None, *SPECULATIONS)
-    if not known and not (isinstance(name, str) and _names_model(name)):
-        raise ParamError(
-            "speculation must be None, 'lookup' or a draft model (a folder, a .gguf file or a hub "
-            f"id 'owner/name'), got {x!r}",
-            field="speculation",
-        )
-    return _check_way("speculation", name, (*SPECULATIONS, str(name)), strategy)
-
-
-def _names_model(name: str) -> bool:
-    return bool(name) and (
-        "/" in name or os.sep in name or name == DEFAULT_MODEL or expanded(name).exists()
-    )
+def check_speculation(x: object, strategy: str) -> str | None:
+    "`x` if it names a way to speculate. Raises `ParamError`."
+    given = type(x).__name__ if isinstance(x, nn.Module) else x
+    advice = "no model drafts here, 'lookup' drafts from earlier text"
+    return _check_way("speculation", given, SPECULATIONS, strategy, advice)
 
 # %% ../../nbs/2_core/config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:

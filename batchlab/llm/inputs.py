@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from batchlab.errors import (
     BatchlabError,
     Fault,
@@ -94,7 +94,7 @@ Prompts = Prompt | Sequence[Prompt]
 Message = Mapping[str, object]  # with a role and its content
 Talk = Sequence[Message] | Mapping[str, object]  # a conversation, or a dict with its `messages`
 Talks = Talk | Sequence[Talk]
-Params = SamplingParams | PoolingParams | GenerationConfig | Mapping[str, object]  # of one prompt
+Params = SamplingParams | PoolingParams | Mapping[str, object]  # of one prompt
 ParamsEach = Params | Sequence[Params | None] | None  # one for all prompts, or one for each
 PoolingEach = (
     PoolingParams | Mapping[str, object] | Sequence[PoolingParams | Mapping[str, object]] | None
@@ -516,7 +516,7 @@ def _log_cut(outs: Sequence[RequestOutput]) -> None:
     not have it."""
     held = [
         (i, o)
-        for i, o in enumerate(outs)  # beam searches and scores of choices have no form
+        for i, o in enumerate(outs)  # scores of choices have no form
         if isinstance(o, RequestOutput) and getattr(o.params, "structured_outputs", None)
     ]
     cut = [(i, o) for i, o in held if any(c.finish_reason == "length" for c in o.outputs)]

@@ -458,8 +458,7 @@ class MemoryNeeds:
     what the machine has, 0 if that was not looked at, or what was `given` instead; `free_bytes`:
     what of it the process may take, with what it holds already. `libraries_bytes`: about what
     Python and torch take; `loading_bytes`: the most that the weights take while they are loaded.
-    `estimate`: how the plan is less than exact. `draft_bytes`: of a draft model, with its keys and
-    values. `store_bytes`: what a prefix store has on disk, of at most `store_limit_bytes`, each
+    `estimate`: how the plan is less than exact. `store_bytes`: what a prefix store has on disk, of at most `store_limit_bytes`, each
     block about `store_block_bytes`."""
 
     num_requests: int
@@ -484,7 +483,6 @@ class MemoryNeeds:
     libraries_bytes: int = 0
     loading_bytes: int = 0
     given: bool = False
-    draft_bytes: int = 0
     store_bytes: int = 0
     store_limit_bytes: int = 0
     store_block_bytes: int = 0
@@ -495,8 +493,8 @@ class MemoryPlan(MemoryNeeds):
 
     @property
     def running_bytes(self) -> int:
-        "Weights, keys and values, adapters, a draft model, workspace and libraries together."
-        kept = self.weights_bytes + self.kv_bytes + self.adapters_bytes + self.draft_bytes
+        "Weights, keys and values, adapters, workspace and libraries together."
+        kept = self.weights_bytes + self.kv_bytes + self.adapters_bytes
         return kept + self.workspace_bytes + self.libraries_bytes
 
     @property
@@ -519,7 +517,6 @@ class MemoryPlan(MemoryNeeds):
 def sum_lines(p: MemoryPlan) -> list[str]:
     "What `p` adds up while it runs, and while the weights are loaded; the larger comes first."
     parts = dict(weights=p.weights_bytes, KV=p.kv_bytes, adapters=p.adapters_bytes)
-    parts["draft model"] = p.draft_bytes
     parts |= dict(workspace=p.workspace_bytes, libraries=p.libraries_bytes)
     sizes = " + ".join(f"{name} {megabytes(n)}" for name, n in parts.items() if n)
     peak = p.loading_bytes + p.libraries_bytes
@@ -585,8 +582,6 @@ def plan_lines(p: MemoryPlan, most: int) -> list[str]:
     if p.adapters_limit_bytes:
         most_bytes = megabytes(p.adapters_limit_bytes)
         lines.append(f"adapters {megabytes(p.adapters_bytes)}, of at most {most_bytes}")
-    if p.draft_bytes:
-        lines.append(f"draft model {megabytes(p.draft_bytes)}, with its keys and values")
     lines += store_lines(p)
     lines += memory_lines(p)
     lines += [f"request {i} is refused: {why}" for i, why in refused]
@@ -625,7 +620,7 @@ class Stats(StoreCounts):
     content can be found, `kv_bytes`: now. Times in seconds, means over requests;
     `tokens_per_second`: output tokens over the time spent in steps. `drafted_tokens`: by
     speculation, of which the `accepted_tokens` were right; `drafts`: both by what drafted them, 'forced' by a
-    grammar, found in its 'own' text or in the 'pool' of all, or by a 'draft' model. For a store see `StoreCounts`."""
+    grammar, or found in its 'own' text or in the 'pool' of all. For a store see `StoreCounts`."""
 
     requests: dict[str, int]
     prompt_tokens: int

@@ -5,7 +5,7 @@
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0004
 from __future__ import annotations
 
-import logging, time
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 from ..core.generation import Generation
 from ..core.request import Request, StepPlan
 from ..core.sampling import DraftMask
-from .draft import DraftModel
 
 if TYPE_CHECKING:
     from batchlab.api.base import LoadedModel
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'END', 'MOST', 'WIDEST', 'INDEXED', 'ROUNDS', 'NgramTable', 'TextPool', 'Rate', 'StepTimes', 'num_worth',
-           'History', 'Guesses', 'Lookup', 'rounds_worth', 'TimeAccount', 'ModelRows', 'ModelGuesses', 'DraftRounds',
-           'Drafter', 'exact_tokens', 'make_proposer']
+__all__ = ['log', 'END', 'MOST', 'WIDEST', 'INDEXED', 'NgramTable', 'TextPool', 'Rate', 'StepTimes', 'num_worth', 'History',
+           'Guesses', 'Lookup', 'exact_tokens', 'make_proposer']
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0014
 class NgramTable:
@@ -190,9 +188,6 @@ class Guesses:
         self.usual = {kind: Rate(0.98, n, 8) for kind, n in dict(forced=7, own=4, pool=4).items()}
         self.counts: dict[str, Counter[str]] = {}  # by kind: how many drafted, and accepted
 
-    def close(self) -> None:
-        "Give back what memory it can."
-
     def history(self, request: Request) -> History:
         "That of `request`, up to its last token or as far as there is `room` in this step."
         if request not in self.histories:
@@ -286,227 +281,6 @@ class Lookup(Guesses):
         if request.finish_reason and isinstance(request.task, Generation):
             self.end(request)
 
-# %% ../../nbs/5_tasks/34_speculation.ipynb #45fc283d
-ROUNDS = 8  # most tokens that a draft model writes for a request in one step
-
-
-def rounds_worth(
-    chance: float,
-    rows: int,
-    tokens: float,
-    positions: int,
-    times: StepTimes,
-    round_seconds: float,
-    catch_up: float = 0.0,
-    most: int = ROUNDS,
-) -> tuple[int, float]:
-    """How many rounds of a draft model, up to `most`, give a step of so many `positions` the most
-    for its time, each a draft for each of `rows`; and by how many tokens they are ahead of their cost.
-
-    A round takes `round_seconds`, and `catch_up` seconds go before the first. See `num_worth`."""
-    alone = times.seconds(positions)
-    likely = best = 0.0
-    count, right = 0, 1.0
-    for n in range(1, most + 1):
-        right *= chance
-        likely += rows * right
-        longer = times.seconds(positions + rows * n) - alone + n * round_seconds + catch_up
-        ahead = likely - 1.1 * tokens * longer / alone
-        if ahead > best:
-            count, best = n, ahead
-    return count, best
-
-# %% ../../nbs/5_tasks/34_speculation.ipynb #8d4a3768
-class TimeAccount:
-    """Seconds that may be lost by a guess that does not pay: a fiftieth of all time, and at most
-    `most` seconds at once."""
-
-    part = 0.02
-
-    def __init__(self) -> None:
-        self.most = self.left = 0.0
-
-    @property
-    def open(self) -> bool:
-        "Whether there is something left; nothing was lost as long as nothing was noted."
-        return self.most == 0.0 or self.left > 0
-
-    def note(self, seconds: float, most: float, spent: float = 0.0, earned: float = 0.0) -> None:
-        "A step took `seconds`, of which `spent` were for guesses that `earned` so many."
-        if self.most == 0.0:
-            self.left = most
-        self.most = most
-        self.left = min(most, self.left + self.part * seconds + earned - spent)
-
-# %% ../../nbs/5_tasks/34_speculation.ipynb #257b708a
-class ModelRows(Lookup):
-    """Which rows of a step a small `model` may write for: `asking`. `found`: what was looked up for
-    them, `drawn`: what the model wrote, by request."""
-
-    def __init__(self, model: DraftModel, n: int = 3, always: bool = False) -> None:
-        super().__init__(n, always)
-        self.model, self.broken, self.spent = model, False, 0.0
-        self.usual["draft"] = Rate(0.98, 5, 8)
-        self.asking: list[Request] = []
-        self.found: dict[Request, tuple[str, list[int]]] = {}
-        self.drawn: dict[Request, list[int]] | None = None
-
-    def close(self) -> None:
-        self.model.reset()
-
-    def begin(self, plan: StepPlan) -> None:
-        super().begin(plan)
-        self.found, self.drawn, self.spent = {}, None, 0.0
-        self.model.forget_ended()
-        rows = [row.request for row in plan.rows if row.n_tokens == 1 and row.samples]
-        late = all(r.preemptible for r in rows)  # else these may have to stand back
-        self.asking = [
-            r
-            for r in rows
-            if isinstance(r.task, Generation)
-            and r.task.row.params.speculate
-            and r.preemptible == late
-            and r.max_tokens - len(r.output_ids) > 1
-            and self.model.can_follow(r, r.num_tokens + 1)
-        ]
-
-    def chance_of(self, request: Request, kind: str) -> float:
-        "The probability that a draft of this kind is right, for `request`."
-        return self.history_of(request).rate(kind).chance(self.usual[kind].chance(0.5))
-
-    def history_of(self, request: Request) -> History:
-        return self.histories.get(request) or self.history(request)
-
-# %% ../../nbs/5_tasks/34_speculation.ipynb #9fcae9b6
-class ModelGuesses(ModelRows):
-    """What was looked up, and where that gave nothing likely what a small `model` wrote, for all
-    rows of a step at once."""
-
-    def looked_up(self, request: Request) -> tuple[str, list[int]]:
-        "What was found for `request`, once a step; nothing if it is not likely enough."
-        if request not in self.found:
-            kind, ids = super().guess(request, MOST)
-            if ids and not self.worth(self.chance_of(request, kind), len(ids))[0]:
-                self.history_of(request).rate(kind).fade()
-                ids = []
-            self.found[request] = kind, ids
-        return self.found[request]
-
-    def guess(self, request: Request, most: int) -> tuple[str, list[int]]:
-        kind, ids = self.looked_up(request)
-        if ids or self.broken or self.off:
-            return kind, ids[:most]
-        if self.drawn is None:
-            self.drawn = {}  # also if it fails
-            self.drawn = self.draw([r for r in self.asking if not self.looked_up(r)[1]])
-            for r in self.asking:
-                if self.drawn and not self.drawn.get(r):
-                    self.history_of(r).rate("draft").fade()
-        ids = self.drawn.get(request, [])[:most]
-        assert isinstance(request.task, Generation)
-        guide = request.task.row.grammar
-        if ids and isinstance(guide, DraftMask):
-            ids = ids[: guide.fitting(request.output_ids, ids)]
-        return "draft", ids
-
-    def draw(self, requests: list[Request]) -> dict[Request, list[int]]:
-        "What the model writes for those of `requests` where that is worth its time."
-        raise NotImplementedError
-
-# %% ../../nbs/5_tasks/34_speculation.ipynb #97c70147
-class DraftRounds(ModelGuesses):
-    """How many rounds of a small model pay, and for which rows.
-
-    `part`: about how long one of its rounds takes, in steps, as long as none was timed."""
-
-    def __init__(
-        self, model: DraftModel, n: int = 3, always: bool = False, part: float = 1.0
-    ) -> None:
-        super().__init__(model, n, always)
-        self.account, self.rounds = TimeAccount(), StepTimes()
-        self.part = part
-        self.given = self.right = 0  # drafts of the model in this step, and those accepted
-
-    def enough(self, requests: list[Request]) -> tuple[int, int]:
-        "For how many of the first of `requests` the model writes, and how many tokens each."
-        if not requests or self.always:
-            return len(requests), ROUNDS
-        if not self.account.open or not self.times.points:
-            return 0, 0
-        if not self.rounds.points:
-            self.rounds.note(1, self.part * self.times.seconds(1))
-        chances = [self.chance_of(r, "draft") for r in requests]
-        best, found, rows = 0.0, (0, 0), 1
-        while True:
-            rows = min(rows, len(requests))
-            n, ahead = rounds_worth(
-                sum(chances[:rows]) / rows,
-                rows,
-                self.tokens,
-                self.positions,
-                self.times,
-                self.rounds.seconds(rows),
-                sum(map(self.catch_up, requests[:rows])),
-                min(ROUNDS, (WIDEST - self.positions) // rows),
-            )
-            if ahead > best:
-                best, found = ahead, (rows, n)
-            if rows == len(requests):
-                return found
-            rows *= 2
-
-    def catch_up(self, request: Request) -> float:
-        "Seconds for what the model has not seen of `request`, spread over half of the steps it may take."
-        behind = self.model.behind(request)
-        if behind <= ROUNDS + 1:
-            return 0.0
-        return self.rounds.seconds(behind) / max(
-            1, (request.max_tokens - len(request.output_ids)) / 2
-        )
-
-# %% ../../nbs/5_tasks/34_speculation.ipynb #09201f61
-class Drafter(DraftRounds):
-    "Drafts tokens by a small model where nothing was found, as far as that pays."
-
-    def draw(self, requests: list[Request]) -> dict[Request, list[int]]:
-        requests = sorted(requests, key=lambda r: -self.chance_of(r, "draft"))
-        rows, rounds = self.enough(requests)
-        if not rounds:
-            for r in requests:
-                self.history_of(r).rate("draft").fade()
-            self.usual["draft"].fade()
-            return {}
-        start = time.perf_counter()
-        try:
-            return self.model.draft(requests[:rows], rounds)
-        except Exception:
-            self.broken = True
-            raise
-        finally:
-            self.spent = time.perf_counter() - start
-            for positions, seconds in self.model.ran:
-                self.rounds.note(positions, seconds)
-            self.model.ran.clear()
-
-    def note(self, request: Request, drafted: int, accepted: int) -> None:
-        known = self.histories.get(request)
-        if drafted and known and known.kind == "draft":
-            self.given += drafted
-            self.right += accepted
-        super().note(request, drafted, accepted)
-        if request.finish_reason:
-            self.model.drop(request)
-
-    def timed(self, seconds: float) -> None:
-        if self.whole and self.positions and self.times.points:
-            narrow = self.times.seconds(max(1, self.positions - self.given))
-            alone = self.times.seconds(max(1, len(self.asking)))
-            wider = max(0.0, self.times.seconds(self.positions) - narrow)
-            earned = self.right * alone / max(1, len(self.asking))
-            self.account.note(seconds, 10 * alone, self.spent + wider, earned)
-        self.given = self.right = 0
-        super().timed(seconds - self.spent)
-
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0038
 def exact_tokens(llm: LoadedModel) -> bool:
     """Whether the tokens of `llm` do not depend on how many positions a step has. In fp32 on a CPU
@@ -524,10 +298,7 @@ def make_proposer(llm: LoadedModel) -> Lookup | None:
         log.warning("speculation is off: this model writes no text")
         return None
     if exact_tokens(llm):
-        if llm.draft is None:
-            return Lookup()
-        return Drafter(llm.draft, part=llm.draft.weights_bytes / max(1, llm.weights_bytes))
-    llm.draft = None
+        return Lookup()
     log.warning(
         "speculation is off: the %s backend rounds differently in wider steps, and a token might "
         "change",

@@ -18,14 +18,13 @@ from ..core.engine import log, out_of_memory
 from ..core.generation import Generation, make_request
 from .thinking import aside_of, mask_for, thinking_of
 from ..llm.inputs import check_prompt
-from ..core.params import SamplingParams
-from ..llm.pooled import PoolingRequestOutput, ScoringRequestOutput
+from ..errors import ParamError
+from ..llm.pooled import PoolingRequestOutput
 from batchlab.core.sampling import (
     SamplingRow,
     draw,
     probabilities,
     processed_logits,
-    reported_logits,
     sample,
 )
 from ..core.tokens import vocabulary_of
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
 
 # %% auto #0
-__all__ = ['replay', 'Divergence', 'check_answer', 'Findings', 'Report', 'verify', 'numbers_of', 'check_vector']
+__all__ = ['UNSEEDED', 'replay', 'Divergence', 'check_answer', 'Report', 'verify']
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #1cdf3d0f
 @torch.inference_mode()
@@ -69,21 +68,16 @@ def replay(
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #a0632bd7
 def could_draw(
-    logits: torch.Tensor, row: SamplingRow, token: int, u: float | None, slack: float = 0.0
+    logits: torch.Tensor, row: SamplingRow, token: int, u: float, slack: float = 0.0
 ) -> bool:
-    """Whether `row` could draw `token` from `logits` `[V]`, fp32, if each of them may be off by
-    `slack`.
-
-    `u`: the random number of the draw; None if nobody knows it, then: any. A greedy row has no
-    `u`: it takes `token` if raising that alone makes it the best."""
+    """Whether `row`, which samples, could draw `token` from `logits` `[V]`, fp32, by the random
+    number `u`, if each of them may be off by `slack`."""
     ids = torch.arange(len(logits), device=logits.device)
 
     def raised(some: torch.Tensor) -> torch.Tensor:
         "The logits `[V]` if those of `some` are too low by `slack` and all others too high."
         return torch.where(some, logits + slack, logits - slack)
 
-    if u is None or row.params.greedy:
-        return bool(probabilities(raised(ids == token)[None], [row])[0, token] > 0)
     # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
     # with `token` and those behind it raised the largest; in between lies all that may happen.
     p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
@@ -92,7 +86,7 @@ def could_draw(
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #982acabb
 def gap_to(
-    logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float | None = None
+    logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float = 0.0
 ) -> float:
     """How far two of `logits` `[V]` must be off against each other for `row` to take `token`;
     alone it takes `want`.
@@ -200,20 +194,18 @@ class Alone:
 class Divergence:
     """One place where an answer is not what its request gives alone.
 
-    `what`: 'token'; 'logprob', a recorded log probability; 'end', how it finished; 'number', the
-    one of a vector that is furthest off. `index`: which of its output tokens, or numbers,
-    `position`: which of prompt and answer. `got` in the batch, `want` alone: token ids, log
-    probabilities, reasons, numbers; None where the replay gives no numbers. `gap` and
-    `tolerance` are in logits; of vectors see `check_vector`. `kind`: 'tie' if the gap is within
-    the tolerance, else 'bug'; a gap that is NaN is a bug. `number`: which of the outputs that
-    were given to `verify`."""
+    `what`: 'token' or 'end', how it finished. `index`: which of its output tokens, `position`:
+    which of prompt and answer. `got` in the batch, `want` alone: token ids or reasons; None where
+    the replay gives no numbers. `gap` and `tolerance` are in logits. `kind`: 'tie' if the gap is
+    within the tolerance, else 'bug'; a gap that is NaN is a bug. `number`: which of the outputs
+    that were given to `verify`."""
 
     request_id: str
     completion: int
     index: int
     position: int
-    got: int | float | str
-    want: int | float | str | None
+    got: int | str
+    want: int | str | None
     gap: float
     tolerance: float
     what: str = "token"
@@ -238,13 +230,7 @@ class Divergence:
         x = (self.got, self.want)[i]
         if x is None:
             return "no number"
-        return (
-            f"{x:.3f}"
-            if isinstance(x, float)
-            else f"{self.texts[i]!r} ({x})"
-            if self.texts
-            else str(x)
-        )
+        return f"{self.texts[i]!r} ({x})" if self.texts else str(x)
 
     def __str__(self) -> str:
         return (
@@ -308,36 +294,6 @@ class Answer:
             **kwargs,
         )
 
-# %% ../../nbs/5_tasks/16_verify.ipynb #c0c39f81
-def is_unseeded(params: SamplingParams) -> bool:
-    return not params.greedy and params.seed is None
-
-
-def is_filtered(params: SamplingParams) -> bool:
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-
-
-def is_checkable(params: SamplingParams, mode: str) -> bool:
-    """Whether log probabilities of a `mode` can be compared: those of what a filter leaves jump
-    as a token at its edge is in or out."""
-    return not (mode.startswith("processed") and is_filtered(params))
-
-
-def wanted(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], output_ids: Sequence[int]
-) -> list[int | None]:
-    """What each of `rows` takes from its line of `logits` `[n, V]`: ids, None where it can take
-    nothing."""
-    got = sample(logits, rows).token_ids
-    if not is_unseeded(rows[0].params):
-        return got
-    p = probabilities(logits, rows)
-    best = p.argmax(-1).tolist()
-    return [
-        None if w is None else i if p[t, i] > 0 else best[t]
-        for t, (i, w) in enumerate(zip(output_ids, got))
-    ]
-
 # %% ../../nbs/5_tasks/16_verify.ipynb #dcbe128d
 def check_end(a: Answer) -> list[Divergence]:
     """A list, empty or with a `Divergence`: the answer ended elsewhere, or for another reason,
@@ -355,58 +311,23 @@ def check_end(a: Answer) -> list[Divergence]:
     show = lambda reason, stop: (reason or "goes on") + ("" if stop is None else f" at {stop!r}")
     return [a.divergence(n - 1, show(*was), show(*now), math.inf, 0.0, "end")]
 
-# %% ../../nbs/5_tasks/16_verify.ipynb #aceb8071
-def check_logprobs(
-    a: Answer, start: int, alone: Alone, tolerance: float | None = None
-) -> list[Divergence]:
-    """A list, empty or with the worst `Divergence` of the log probabilities recorded from token
-    `start` on; `alone`: their replay."""
-    ids, recorded = alone.output_ids, (a.completion.logprobs or [])[start:]
-    row, mode, at = (
-        a.row(),
-        (a.out.params or a.params).logprobs_mode or a.llm.logprobs_mode,
-        torch.tensor(ids, device=alone.logits.device)[:, None],
-    )
-    if not is_checkable(a.params, mode):
-        return []
-    rows = [replace(row, output_ids=a.ids[: start + t]) for t in range(len(ids))]
-
-    def measure(logits: torch.Tensor) -> torch.Tensor:
-        x = reported_logits(logits, rows, mode)
-        return (x if mode.endswith("logits") else x.log_softmax(-1)).gather(1, at)[:, 0]
-
-    want = measure(alone.logits)
-    got = want.new_tensor([d[i].logprob if i in d else math.nan for d, i in zip(recorded, ids)])
-    off = (want - got).abs()
-    if not (off > (alone.floor() if tolerance is None else tolerance)).any():
-        return []
-    limit = alone.tolerances(measure) if tolerance is None else torch.full_like(off, tolerance)
-    t = int((off / limit).nan_to_num(0.0).argmax())  # what is no number shows in the tokens
-    if off[t] <= limit[t]:
-        return []
-    return [
-        a.divergence(
-            start + t, got[t].item(), want[t].item(), off[t].item(), limit[t].item(), "logprob"
-        )
-    ]
-
 # %% ../../nbs/5_tasks/16_verify.ipynb #5a313584
 def check_tokens(
     a: Answer,
     row: SamplingRow,
     start: int,
     alone: Alone,
-    us: Sequence[float | None],
+    us: Sequence[float],
     tolerance: float | None = None,
 ) -> list[Divergence]:
     """A `Divergence` for each token from `start` on that is not what its row takes from its line
-    of the logits of `alone`.
+    of the logits of `alone`, the replay of these tokens.
 
     `row`: the answer's row, its generator where these tokens were drawn; `us`: their random
-    numbers. The rest as in `check_logprobs`."""
+    numbers."""
     logits, ids = alone.logits, alone.output_ids
     rows = [replace(row, output_ids=a.ids[: start + t]) for t in range(len(ids))]
-    want = wanted(logits, rows, ids)
+    want = sample(logits, rows).token_ids
     differ = [t for t, (x, y) in enumerate(zip(want, ids)) if x != y]
     if not differ:
         return []
@@ -444,7 +365,7 @@ def check_answer(
     its tokens."""
     a, size = Answer(llm, out, completion), max(1, max_logits // llm.vocab_size)
     row, again = a.row(), a.row()
-    us = [None if is_unseeded(a.params) else again.uniform() for _ in a.ids]
+    us = [again.uniform() for _ in a.ids]
     found = check_end(a)
     with (
         contextlib.nullcontext()
@@ -454,23 +375,26 @@ def check_answer(
         for s in range(0, len(a.ids), size):
             alone = a.alone(s, size)
             found += check_tokens(a, row, s, alone, us[s : s + size], tolerance)
-            if completion.logprobs:
-                found += check_logprobs(a, s, alone, tolerance)
     return sorted(found, key=lambda d: d.index)
 
-# %% ../../nbs/5_tasks/16_verify.ipynb #12678758
-@dataclass
-class Findings:
-    "What was found, and in how much."
+# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e-1
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}" + ("" if n == 1 else "s")
+
+
+@dataclass(repr=False)
+class Report:
+    """What `verify` found; `ok` if no bug.
+
+    `total`: outputs given, `requests`: those run again, `tokens`: in their answers.
+    `divergences`: each `Divergence`, those of an answer by index. `skipped`: `(request_id, why)`
+    of outputs that could not be compared."""
 
     total: int = 0
     requests: int = 0
     tokens: int = 0
-    unseeded: int = 0
     divergences: list[Divergence] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
-    unchecked: int = 0
-    rounded: list[Divergence] = field(default_factory=list)
 
     @property
     def bugs(self) -> list[Divergence]:
@@ -497,56 +421,23 @@ class Findings:
             found.setdefault((d.request_id, d.completion, d.kind), d)
         return sorted(found.values(), key=lambda d: d.kind)  # 'bug' before 'tie'
 
-# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}" + ("" if n == 1 else "s")
-
-
-def _headline(r: Report) -> str:
-    found = "all equal" if r.tokens else "nothing to compare"
-    if r.divergences:
-        found = (
-            f"{_count(len(r.divergences) - len(r.bugs), 'near-tie')}, {_count(len(r.bugs), 'bug')}"
-        )
-    if any(d.what == "token" for d in r.divergences):
-        found += f", largest gap {r.max_gap:.2g}"
-    if r.rounded:
-        found += f" (transformers' own arithmetic takes another token by {_count(len(r.rounded), 'near-tie')})"
-    some = f"{r.requests:,} of " if r.requests < r.total else ""
-    line = f"{some}{_count(r.total, 'request')}, {_count(r.tokens, 'token')}: {found}"
-    if r.unseeded:
-        line += (
-            f"; {_count(r.unseeded, 'answer')} without a seed, of which only: they were possible"
-        )
-    if r.unchecked:
-        line += f"; log probabilities of {_count(r.unchecked, 'answer')} not checked: processed, with a filter"
-    return line + (f"; {len(r.skipped)} skipped" if r.skipped else "")
-
-
-def _table(found: Sequence[Divergence]) -> list[str]:
-    "The lines of a table in markdown, none for nothing."
-    cell = lambda x: str(x).replace("|", "\\|").replace("`", "'")
-    head = ["kind", "request", "what", "in the batch", "alone", "gap", "tolerance"]
-    names = lambda d: [d.kind, d.name, f"{d.what} {d.index}", d.show(0), d.show(1)]
-    rows = [names(d) + [f"{d.gap:.2g}", f"{d.tolerance:.2g}"] for d in found]
-    lines = (head, ["---"] * len(head), *rows) if rows else ()
-    return [f"| {' | '.join(map(cell, line))} |" for line in lines]
-
-# %% ../../nbs/5_tasks/16_verify.ipynb #0412022e-1
-class Report(Findings):
-    """What `verify` found; `ok` if no bug. In a notebook it shows itself as a table.
-
-    `total`: outputs given, `requests`: those run again, `tokens`: in their answers.
-    `divergences`: each `Divergence`, those of an answer by index. `skipped`: `(request_id, why)`
-    of outputs that could not be compared. `unseeded`: answers sampled without a seed, whose
-    tokens are only known to be possible. `unchecked`: answers with log probabilities that can't
-    be compared. `rounded`: where transformers' arithmetic, which rounds otherwise, would take
-    another token by a near-tie, and the engine alone does not."""
-
     @property
     def headline(self) -> str:
         "What was found, in a line."
-        return _headline(self)
+        found = "all equal" if self.tokens else "nothing to compare"
+        if self.divergences:
+            ties = len(self.divergences) - len(self.bugs)
+            found = f"{_count(ties, 'near-tie')}, {_count(len(self.bugs), 'bug')}"
+        if any(d.what == "token" for d in self.divergences):
+            found += f", largest gap {self.max_gap:.2g}"
+        some = f"{self.requests:,} of " if self.requests < self.total else ""
+        line = f"{some}{_count(self.total, 'request')}, {_count(self.tokens, 'token')}: {found}"
+        unseeded = sum(why == UNSEEDED for _, why in self.skipped)
+        return (
+            line
+            + f"; {len(self.skipped)} skipped" * bool(self.skipped)
+            + f", {unseeded:,} of them sampled without a seed" * bool(unseeded)
+        )
 
     def log(self) -> None:
         "Log the headline or, if there is a bug, all of it as an error."
@@ -563,66 +454,24 @@ class Report(Findings):
 
     __repr__ = __str__
 
-    def _repr_markdown_(self) -> str:
-        return "\n".join([self.headline, "", *_table(self.firsts[:10])])
 
-# %% ../../nbs/5_tasks/16_verify.ipynb #5d0b17c1
-def promises_bits(llm: StreamCalls, params: SamplingParams) -> bool:
-    """Whether a request with `params` gives the same bits alone as in any company, on the
-    backend of `llm`, and so the same answer."""
-    packed = llm.shapes is not None and llm.strategy == "continuous" and llm.switch is None
-    return packed and llm.backend.batch_invariant and not is_unseeded(params)
-
-
-def check_bits(llm: StreamCalls, out: RequestOutput) -> list[Divergence] | None:
-    """A list, with a `Divergence` for each answer of `out` that its request does not give alone
-    on the backend of `llm`; None if it could not run."""
-    params = replace(out.params or SamplingParams(), truncate_prompt_tokens=None)
-    again: Any
-    [(_, again)] = llm.iter_outputs(
-        [dict(prompt_token_ids=out.prompt_token_ids)], params, lora_request=out.lora_request
-    )
-    if again.error:
-        return None
-    found = []
-    for c, d in zip(out.outputs, again.outputs):
-        a, ids, want = Answer(llm, out, c), c.token_ids, d.token_ids
-        at = next((t for t, (x, y) in enumerate(zip(ids, want)) if x != y), None)
-        was, now = (f"{x.finish_reason} at {len(x.token_ids)} tokens" for x in (c, d))
-        if at is not None:
-            found.append(a.divergence(at, ids[at], want[at], math.inf, 0.0))
-        elif was != now and c.finish_reason not in ("cancelled", "timeout"):
-            found.append(a.divergence(min(len(ids), len(want)), was, now, math.inf, 0.0, "end"))
-        elif llm.kv_dtype:
-            recorded = zip(ids, c.logprobs or [], d.logprobs or [])
-            both = [(x[i].logprob, y[i].logprob) for i, x, y in recorded]
-            if at := [t for t, (x, y) in enumerate(both) if x != y]:
-                found.append(a.divergence(at[0], *both[at[0]], math.inf, 0.0, "logprob"))
-    return found
+UNSEEDED = "it was sampled without a seed: with one, its tokens can be drawn again"
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
-def why_not(out: RequestOutput | PoolingRequestOutput) -> str | None:
-    """Why there is nothing to compare in `out`, a `RequestOutput` or `PoolingRequestOutput`, or
-    None."""
+def why_not(out: RequestOutput) -> str | None:
+    "Why there is nothing to compare in `out`, or None."
     if out.error:
         return f"it failed: {out.error}"
-    if isinstance(out, PoolingRequestOutput):
-        if isinstance(out, ScoringRequestOutput) and (
-            out.params is None or out.params.task != "score"
-        ):
-            return "it is the cosine of two vectors: give these"
-        return (
-            None
-            if out.params and out.prompt_token_ids
-            else "it lacks its params or its prompt_token_ids"
-        )
     if not any(c.token_ids for c in out.outputs):
         return f"{out.outputs[0].finish_reason}, before its first token"
     if out.params is None or not out.prompt_token_ids:
         return "it lacks its params or its prompt_token_ids"
+    return None if out.params.greedy or out.params.seed is not None else UNSEEDED
 
 
-def _sampled(outs: Sequence[Any], sample: int | None, seed: int) -> list[tuple[int, Any]]:
+def _sampled(
+    outs: Sequence[RequestOutput], sample: int | None, seed: int
+) -> list[tuple[int, RequestOutput]]:
     "A random `sample` of those of `outs` that can be compared, each with its index."
     fit = [(i, o) for i, o in enumerate(outs) if not why_not(o)]
     most = len(fit) if sample is None else min(sample, len(fit))
@@ -633,12 +482,9 @@ def check_request(
     llm: StreamCalls, out: RequestOutput, tolerance: float | None = None
 ) -> list[Divergence] | str:
     "Every `Divergence` of the answers of `out`, or why they can't be checked."
-    if llm.kv_dtype and not promises_bits(llm, out.params or SamplingParams()):
-        return f"keys and values are {llm.kv_dtype}, and it was drawn without a seed"
+    if llm.kv_dtype:
+        return f"keys and values are in {llm.kv_dtype}, which transformers' code does not have"
     try:
-        if llm.kv_dtype:
-            found = check_bits(llm, out)
-            return "it could not run alone" if found is None else found
         answers = [c for c in out.outputs if c.token_ids]
         return [d for c in answers for d in check_answer(llm, out, c, tolerance)]
     except Exception as e:
@@ -649,106 +495,43 @@ def check_request(
 # %% ../../nbs/5_tasks/16_verify.ipynb #8bc9e287
 def verify(
     llm: StreamCalls,
-    outputs: Iterable[RequestOutput | PoolingRequestOutput] | RequestOutput | PoolingRequestOutput,
+    outputs: Iterable[RequestOutput] | RequestOutput,
     sample: int | None = 8,
     seed: int = 0,
     tolerance: float | None = None,
 ) -> Report:
     """Run a random `sample` of `outputs` again, each alone, and compare: a `Report`.
 
-    Each answer is compared with what transformers' own code computes of it. On a backend that is
-    `batch_invariant` that is other arithmetic: where it differs by near-ties only, the request
-    is run again alone on the same backend, which must give the very same answer, else it is a
-    bug. With `kv_dtype`, which no code of transformers' has, that run is the only check.
+    Each answer is compared with what transformers' own code computes of it. Greedy: every token
+    must be the best after all processing; sampled with a seed: the one that its random number
+    draws. Each answer must have ended where and why its tokens say. Those sampled without a seed
+    are not compared, nor are log probabilities.
 
-    `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list of
-    `RequestOutput`, or of what `embed` and its like give, for which see `check_vector`; those
+    `llm`: the `LLM` that gave them, or one with the same model. `outputs`: one or a list; those
     that have nothing to compare are not in the sample. `sample`: how many requests, None for
     all; `seed`: which. `tolerance`: up to which gap, in logits, a difference is a near-tie; None
     measures it: 5 times the noise that rounding gives that very gap, and in fp32 at least 64
     roundings of the largest logit. (On a GPU with TF32 give a number: its products are rounded
     inside the kernel, and no measured noise holds that.)
 
-    Greedy: every token must be the best after all processing; sampled with a seed: the one that
-    its random number draws; without: one that could be drawn. Log probabilities, if recorded,
-    must be those of the replay, within their own noise (processed ones with `top_p`, `top_k` or
-    `min_p` are not checked), and each answer must have ended where and why its tokens say. Costs
-    a prefill of prompt and answer for each answer, nine where something differs. Raises
+    Costs a prefill of prompt and answer for each answer, nine where something differs. Raises
     `ParamError`."""
     check_count("sample", sample)
     outs = list(outputs) if isinstance(outputs, Iterable) else [outputs]
+    if wrong := [o for o in outs if isinstance(o, PoolingRequestOutput)]:
+        raise ParamError(
+            field="outputs",
+            value=type(wrong[0]).__name__,
+            want="answers of tokens",
+            advice="to compare numbers, ask for those of one text alone",
+        )
     report = Report(len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not(o))])
     for number, out in _sampled(outs, sample, seed):
-        named = lambda found: [replace(d, number=number) for d in found]
-        if isinstance(out, PoolingRequestOutput):
-            report.requests, report.tokens = report.requests + 1, report.tokens + out.num_tokens
-            report.divergences += named(check_vector(llm, out, tolerance))
-            continue
-        answers = [c for c in out.outputs if c.token_ids]
-        params = out.params or SamplingParams()
         found = check_request(llm, out, tolerance)
         if isinstance(found, str):
             report.skipped.append((out.request_id, found))
             continue
         report.requests += 1
-        report.tokens += sum(len(c.token_ids) for c in answers)
-        report.unseeded += len(answers) * is_unseeded(params)
-        if not is_checkable(params, params.logprobs_mode or llm.logprobs_mode):
-            report.unchecked += sum(c.logprobs is not None for c in answers)
-        same = found and all(d.kind == "tie" for d in found) and promises_bits(llm, params)
-        if same and (wrong := check_bits(llm, out)) is not None:
-            report.rounded, found = report.rounded + named([] if wrong else found), wrong
-        report.divergences += named(found)
+        report.tokens += out.num_tokens
+        report.divergences += [replace(d, number=number) for d in found]
     return report
-
-# %% ../../nbs/5_tasks/16_verify.ipynb #80da2171
-def numbers_of(out: PoolingRequestOutput[Any]) -> torch.Tensor:
-    "The numbers of a `PoolingRequestOutput`, of whatever kind, as an fp32 tensor."
-    o = out.outputs
-    data = next(
-        x
-        for name in ("data", "embedding", "probs", "score")
-        if (x := getattr(o, name, None)) is not None
-    )
-    return data if isinstance(data, torch.Tensor) else torch.tensor(data)
-
-# %% ../../nbs/5_tasks/16_verify.ipynb #80da2171-1
-def check_vector(
-    llm: StreamCalls, out: PoolingRequestOutput[Any], tolerance: float | None = None
-) -> list[Divergence]:
-    """A list, empty or with a `Divergence`: what `out` has is not what its text gives `llm` alone.
-
-    On a backend that is `batch_invariant` the gap is the largest difference of two numbers, and
-    none is tolerated. Elsewhere it is 1 less the cosine, or of single numbers the difference,
-    and up to `tolerance` a tie: if None 1e-5 in fp32, 1e-2 in half precision."""
-    assert out.params is not None
-    types = out.token_type_ids
-    prompt = dict(prompt_token_ids=out.prompt_token_ids) | (
-        {} if types is None else dict(token_type_ids=types)
-    )
-    params = replace(out.params, raw=True, truncate_prompt_tokens=None)
-    alone: Any
-    [(_, alone)] = llm.iter_outputs([prompt], params, lora_request=out.lora_request)
-    got, want = numbers_of(out).float().cpu(), alone.outputs.data.float().cpu()
-    if got.numel() == want.numel() == 1:
-        got = got.view(want.shape)  # a score
-    if got.shape == want.shape and torch.equal(got, want):
-        return []
-
-    def differ(
-        at: int, x: float | str, y: float | str, gap: float, limit: float
-    ) -> list[Divergence]:
-        position = len(out.prompt_token_ids) - 1
-        return [Divergence(out.request_id, 0, at, position, x, y, gap, limit, "number")]
-
-    if got.shape != want.shape or not got.isfinite().all() or not want.isfinite().all():
-        return differ(0, str([*got.shape]), str([*want.shape]), math.nan, 0.0)
-    off = (got - want).abs()
-    exact, at = llm.backend.batch_invariant and llm.shapes is not None, int(off.argmax())
-    gap = off.max().item()
-    if not exact and got.ndim and got.shape[-1] > 1:
-        gap = (1 - torch.cosine_similarity(got, want, dim=-1)).clamp(min=0).max().item()
-    limit = 0.0 if exact else tolerance
-    if limit is None:
-        limit = 1e-5 if llm.model.dtype.itemsize >= 4 else 1e-2
-    return differ(at, got.flatten()[at].item(), want.flatten()[at].item(), gap, limit)

@@ -1,0 +1,53 @@
+"What was taken out says, where it is asked for, what to do instead."
+
+import importlib
+
+import pytest
+from transformers import GenerationConfig
+
+from batchlab import LLM
+from batchlab.errors import ParamError, RemovedAttribute, RemovedImport
+from batchlab.models import tiny_model
+
+small = tiny_model("llama", num_hidden_layers=1)
+
+
+def imported(name, module="batchlab"):
+    return lambda: exec(f"from {module} import {name}")
+
+
+REMOVED = [  # the call, what it raises, the name at fault, what the advice names
+    (lambda: LLM(small, speculation="owner/draft"), ParamError, "speculation", "lookup"),
+    (lambda: LLM(small, speculation=small), ParamError, "speculation", "lookup"),
+    (
+        lambda: LLM(small).generate([5], GenerationConfig(num_beams=4)),
+        ParamError,
+        "sampling_params",
+        "name each setting",
+    ),
+    (lambda: LLM(small).verify(LLM(small).embed([5, 6])), ParamError, "outputs", "one text alone"),
+    (lambda: LLM(small).beam_search([5]), RemovedAttribute, "beam_search", "num_beams"),
+    (imported("BeamSearchParams"), RemovedImport, "BeamSearchParams", "num_beams"),
+    (
+        imported("BeamSearchParams", "batchlab.compat.vllm"),
+        RemovedImport,
+        "BeamSearchParams",
+        "num_beams",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, kind, field, instead", REMOVED)
+def test_what_to_do_instead(call, kind, field, instead):
+    with pytest.raises(kind) as e:
+        call()
+    assert e.value.field == field and instead in e.value.advice
+    assert instead in str(e.value) and "\n" not in str(e.value)
+
+
+def test_other_names_fail_as_ever():
+    llm, vllm = LLM(small), importlib.import_module("batchlab.compat.vllm")
+    assert not hasattr(llm, "beam_search")
+    for of, said in ((llm, "'LLM' object"), (vllm, "module 'batchlab.compat.vllm'")):
+        with pytest.raises(AttributeError, match=f"{said} has no attribute 'nothing'"):
+            of.nothing  # noqa: B018
