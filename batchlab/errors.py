@@ -255,8 +255,10 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
         raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
-REMOVED: dict[str, str] = dict.fromkeys(  # names that there were: what to do instead
-    ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
+REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
+    beam_search="transformers' model.generate(num_beams=4) has it",
+    BeamSearchParams="transformers' model.generate(num_beams=4) has it",
+    kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
 )
 
 
@@ -289,9 +291,11 @@ def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(call)
     def checked(*args: Any, **given: Any) -> Any:
-        for k in given:
-            if k not in names and (near := near_name(k, names)):
-                what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
+        for k in given.keys() - set(names):
+            what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
+            if k in REMOVED:
+                raise TypeError(f"{what}: there was one, but {REMOVED[k]}")
+            if near := near_name(k, names):
                 raise TypeError(f"{what}. Did you mean {near!r}?")
         return call(*args, **given)
 
@@ -321,7 +325,9 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
-            message = f"unknown flag {found[1]}{self.meant(found[1])}"
+            gone = REMOVED.get(found[1][2:].replace("-", "_"))
+            meant = f": there was one, but {gone}" if gone else self.meant(found[1])
+            message = f"unknown flag {found[1]}{meant}"
         raise JobError(f"{message} (see {self.prog} --help)")
 
     def meant(self, flag: str) -> str:

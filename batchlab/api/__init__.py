@@ -369,9 +369,8 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
 
     `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False;
     `backend` says what came of it. `quantization`: None, 'int8' or 'w4a8', see chapters 22 and
-    23b for what they cost. `kv_dtype`: None, or 'int8' for keys and values in 8 bits, on the
-    kernels of a CPU, see chapter 74. `speculation`: None; or 'lookup', which drafts tokens by
-    earlier text and checks several in a step, see chapter 34. `strategy`: 'continuous'; or, to
+    23b for what they cost. `speculation`: None; or 'lookup', which drafts tokens by earlier text
+    and checks several in a step, see chapter 34. `strategy`: 'continuous'; or, to
     compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed' (similar
     lengths together), 'prefix' (batches that share one).
 

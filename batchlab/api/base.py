@@ -25,7 +25,6 @@ from batchlab.llm.config import (
     check_compile,
     check_count,
     check_counts,
-    check_kv_dtype,
     check_quantization,
     check_speculation,
     check_strategy,
@@ -85,7 +84,6 @@ class ModelState(ModelEngines):
     enable_prefix_caching: bool
     compile: bool | str
     quantization: str | None
-    kv_dtype: str | None
     speculation: str | None
     logprobs_mode: str
     own: bool  # it loaded the model itself, and may give up its weights
@@ -195,7 +193,6 @@ class LoadedModel(ModelState):
         own = max_model_len(self.model), self.pooler.limit
         fits = shapes, self.paddable, self.model.dtype, self.model.device, own
         if fits != self.limits_fit:  # else they stay, though other memory is free by now
-            limits["kv_dtype"] = self.kv_dtype
             self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
             self.limits_fit = fits
         self.engines.configure()
@@ -457,7 +454,6 @@ class LLMBase(Lifetime):
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
-        kv_dtype: str | None = None,  # keep keys and values in 8 bits (int8): more of them fit
         # draft tokens from earlier text (lookup): no token changes; it is faster where a few requests
         # repeat text, slower where many run at once
         speculation: str | None = None,
@@ -478,7 +474,6 @@ class LLMBase(Lifetime):
         self.strategy, self.compile = check_strategy(strategy), check_compile(compile)
         self.enable_prefix_caching = enable_prefix_caching is None or bool(enable_prefix_caching)
         self.quantization = check_quantization(quantization, strategy)
-        self.kv_dtype = check_kv_dtype(kv_dtype, strategy)
         self.speculation = check_speculation(speculation, strategy)
         modes = check_logprobs_mode(logprobs_mode), PoolerConfig.of(pooler_config)
         self.logprobs_mode, self.pooler_config = modes

@@ -284,11 +284,11 @@ def run_memory(s: Setup) -> Measured:
     return memory_table(rows), dict(memory=rows), None
 
 # %% ../../nbs/9_bench/profiling.ipynb #1055b28d
-def step_bytes(model: Any, rows: int, held: int, kv_dtype: str | None = None) -> int:
+def step_bytes(model: Any, rows: int, held: int) -> int:
     """Bytes that a decode step of `rows` rows has to read, each holding `held` tokens: weights
     once, keys and values."""
     embedded = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes
-    kv = bytes_per_token(kv_shapes(model), model.dtype, kv_dtype)
+    kv = bytes_per_token(kv_shapes(model), model.dtype)
     return sum(p.nbytes for p in model.parameters()) - embedded + rows * held * kv
 
 # %% ../../nbs/9_bench/profiling.ipynb #8cdf87bd
@@ -312,7 +312,7 @@ def bandwidth(
     second)}`; `kw`: of `sweep` and `decode_rate`."""
     peak, found = copy_speed(llm.model.device), {}
     for n, rate in sweep(llm, slots, (), context, steps=steps, **kw)["slots"].items():
-        read = step_bytes(llm.model, n, context + steps // 2, llm.kv_dtype)
+        read = step_bytes(llm.model, n, context + steps // 2)
         found[n] = rate, read * rate / n / peak
     return found
 

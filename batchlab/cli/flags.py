@@ -158,7 +158,6 @@ EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too lit
     dtype=("auto", "fp32", "bf16", "fp16"),
     strategy=("continuous", "loop", "static", "bucketed", "prefix"),
     quantization=("int8", "w4a8"),
-    kv_dtype=("int8",),
     speculation=("lookup",),
     logprobs_mode=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     form=("batch", "plain", "csv", "tsv", "parquet", "txt"),

@@ -31,15 +31,13 @@ if TYPE_CHECKING:  # a dry run needs no torch
 
 # %% ../../nbs/6_jobs/runner.ipynb #66c77235
 def model_digest(llm: Any) -> str:
-    """16 hex digits that change with the weights, their quantization, the numbers that keys and
-    values are kept in, the chat template of `llm`, or its named adapters."""
+    """16 hex digits that change with the weights, their quantization, the chat template of `llm`,
+    or its named adapters."""
     about: tuple[Any, ...] = (
         llm.weights_digest,
         llm.quantization,
         getattr(llm.tokenizer, "chat_template", None),
     )
-    if kv_dtype := getattr(llm, "kv_dtype", None):
-        about += (kv_dtype,)
     if adapters := getattr(llm, "adapters", None):
         about += (adapters.digest,)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()

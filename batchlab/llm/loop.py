@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 from ..core.backend import Backend
 from ..fast.packed import densify
-from ..fast.kernels import KernelBackend
 from ..fast.trial import BackendOptions
 from ..core.blocks import KVBudget
 from batchlab.llm.config import (
@@ -26,7 +25,6 @@ from batchlab.llm.config import (
     model_state,
     probe_model,
     probe_pooling,
-    refuse_kv_dtype,
     select_runner,
     weights_digest,
 )
@@ -455,11 +453,6 @@ def probe(llm: LoadedModel) -> Backend:
             asked=Option("quantization", llm.quantization),
             why=backend.why,
         )
-    if llm.kv_dtype:
-        where = model.device, model.dtype, llm.compile, llm.causal, llm.switch
-        refuse_kv_dtype(llm.kv_dtype, *where, backend)
-        assert isinstance(backend, KernelBackend)
-        backend.kv_dtype = llm.kv_dtype
     return backend
 
 # %% ../../nbs/2_core/loop.ipynb #03540260
