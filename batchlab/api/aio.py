@@ -299,6 +299,8 @@ class AsyncQueue(AsyncBase):
         if group is None:
             return None
         answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
+        for r in group.requests:
+            r.online = True
         with self.door:
             if answer.aborted:
                 return order.end("cancelled")  # the engine may be closed by now

@@ -616,7 +616,7 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
             name,
             api_key=key,
             batches=store
-            and BatchRunner(store, engine.llm, name, args.fail_whole, workers=workers),
+            and BatchRunner(store, engine.llm, name, args.fail_whole, workers=workers, say=note),
             others=[] if args.served_model_name else [model],
             routers=page_of(args, key),
             say=note if args.request_log else None,

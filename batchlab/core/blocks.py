@@ -466,14 +466,14 @@ class BlockPool(BlockLoads):
         return hit if self.tier is None else self._more(ids, hashes, root, hit)
 
     def enter(
-        self, ids: Sequence[int], hit: Hit, root: bytes = b""
+        self, ids: Sequence[int], hit: Hit, root: bytes = b"", kept: int = 0
     ) -> tuple[list[int], list[tuple[int, int, int]], int]:
         """`(table, copies, tokens)` for a sequence `ids` that begins with what was found: shared
         blocks, those to be loaded, see `loading`, and a copied one.
 
         `copies`: `(source, target, n)`; the source is held until `release([source])`, after the
         copy was made. `tokens`: how many of `ids` are there now. Where holding the source would
-        leave too few blocks for the rest of `ids`, nothing is copied."""
+        leave too few blocks for the rest of `ids` and `kept` more, nothing is copied."""
         for i in hit.blocks:
             self.share(i)
         table = list(hit.blocks)
@@ -488,7 +488,7 @@ class BlockPool(BlockLoads):
             return table, [], at
         more = self.blocks_for(len(ids)) - len(table)
         if (
-            not self.has_room(more)
+            not self.has_room(more + kept)
             or (target := self.take(after=table[-1] if table else None)) is None
         ):
             self.release([hit.source])

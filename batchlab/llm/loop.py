@@ -423,6 +423,8 @@ class EngineTurns(EngineKinds):
         engine.scheduler.allowance = pace.allowance(
             any(self[kind].scheduler.has_others for kind in busy)
         )
+        if pace.owed > 0:
+            engine.scheduler.lift()
         start, steps = time.perf_counter(), engine.num_steps
         try:
             moved = engine.step()

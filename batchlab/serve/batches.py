@@ -684,7 +684,8 @@ class BatchRunner:
     `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be
     read, or with an id twice, fails before it begins, as at OpenAI; else such a line fails
     alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if
-    given. `others`: further names of the model, that lines may ask for."""
+    given. `others`: further names of the model, that lines may ask for. `say` is called with a
+    line about the batch that runs, every half minute."""
 
     store: BatchStore
     llm: LLM
@@ -693,6 +694,7 @@ class BatchRunner:
     look_ahead: int = 256
     workers: Workers | None = None
     others: Collection[str] = ()
+    say: Callable[[str], object] = log.info
 
     def __post_init__(self) -> None:
         self.model_name = self.model_name or name_of(self.llm.model)
@@ -852,7 +854,7 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
         form="batch",
         look_ahead=runner.look_ahead,
         model_name=runner.model_name,
-        say=log.debug,
+        say=lambda text: runner.say(f"{id}: {text}"),
         use_tqdm=False,
         others=runner.others,
         id=id,
