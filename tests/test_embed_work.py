@@ -127,6 +127,11 @@ def interrupted(llm, steps):
         del llm.step
 
 
+def test_a_part_of_a_model_says_of_which(folder):
+    with pytest.raises(UnsupportedModelError, match=f"model type None, maybe its parent {folder};"):
+        LLM(f"{folder}/1_Pooling")
+
+
 # files
 
 
@@ -379,7 +384,13 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
     assert "5 of 5 requests done (5 of them before)" in capfd.readouterr().err
     # other vectors than those there
     assert embed(*file, tmp_path / "out.jsonl", "--dimensions", 3) == 2
-    assert embed("z" * 200) == 1 and embed("z" * 200, "--truncate") == 0
+    assert embed("z" * 200) == 1
+    for flags in (["--truncate"], ["--truncate", "-1"], ["--truncate", "auto"], ["--truncate=5"]):
+        capfd.readouterr()
+        assert embed(*flags, "z" * 200, "--", "--truncate") == embed("z" * 200, *flags) == 0
+        *both, alone = [json.loads(s)["usage"] for s in capfd.readouterr().out.splitlines()]
+        assert both[0] == alone and both[1]["prompt_tokens"] <= len("--truncate")
+        assert alone["prompt_tokens"] == (5 if "=" in flags[0] else 64)
     assert embed("a", "-i", "b") == 2 and embed("a", "--pooling", "median") == 2
 
 
@@ -389,6 +400,7 @@ def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
     plan = lambda name, *flags, llm=encoder: main(["plan", "-i", str(tmp_path / name), *flags], llm)
     assert plan("in.txt", "--embed", "--no-calibration") == 1
     assert f"{length(TEXTS):,} in prompts" in capfd.readouterr().out
+    assert plan("in.txt", "--embed", "--no-calibration", "--truncate", "-1") == 0
     assert plan("in.txt") == 2 and "--embed" in capfd.readouterr().err
     assert plan("in.txt", "--embed", "--no-calibration", llm=writer()) == 0  # it writes as well
     assert plan("in.csv", "--embed") == 0 and "speed" in capfd.readouterr().out
