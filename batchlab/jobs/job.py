@@ -156,6 +156,7 @@ class LocalRun(Run):
 
     def steps(self) -> Generator[None, None, None]:
         runner = LineRunner(self.job, self.llm, self.result, self.settle)
+        before = self.llm.stats().loaded_blocks
         source = in_good_order(self, runner.admit, self.outlines)
         try:
             while self.fill(runner, source):
@@ -164,6 +165,8 @@ class LocalRun(Run):
                 yield
         finally:
             runner.abandon()
+            loaded = self.llm.stats().loaded_blocks - before
+            self.result.stored_tokens = loaded * (self.llm.backend.block_size or 0)
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-1
 def lock(path: str | Path, stack: ExitStack) -> None:
