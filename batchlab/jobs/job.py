@@ -18,8 +18,8 @@ from ..core.params import SETTINGS, SamplingParams
 from ..errors import JobError, Option, check_names
 from .fields import JobOutput, check_fits, check_form, check_paths
 from .fields import columns_of, input_remarks
-from .formats import Raw, export_records
-from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, stamp
+from .formats import Raw, as_json, export_records
+from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, as_journal, stamp
 from .journal import check_stamps, stamp_of, write_settings
 from .journal import drop_side, has_records, journal_of, settings_file, side_of
 from .journal import raw_records, recover, restore, sort_records, without_failures
@@ -330,7 +330,8 @@ def open_outbox(job: Job) -> Iterator[Outbox]:
         paths = [journal_of(p) for p in (job.output, job.error_file) if p]
         made = [StandardOutput() if p == "-" else AnswerFile(p) for p in paths]
         files = [stack.enter_context(closing(f)) for f in made]
-        yield Outbox(files[0], files[-1], job.ordered, job.names)
+        form = as_json if paths[0] == str(job.output) else as_journal
+        yield Outbox(files[0], files[-1], job.ordered, job.names, form)
 
 
 def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
