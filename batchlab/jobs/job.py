@@ -224,13 +224,18 @@ def survey(
                 continue
             if known[0] != digest_of(raw) and not force:
                 unit = "line" if isinstance(raw, bytes) else "row"
+                failed = "give {retry}, which runs what failed again, or another output"
                 raise JobError(
-                    "{unit} {number} of {name} is not what it was when it was answered",
-                    advice="give another output, or {force}, which keeps the old answer",
+                    "{unit} {number} of {name} is not what it was when it {was}",
+                    advice=failed
+                    if known[1]
+                    else "give another output, or {force}, which keeps the old answer",
                     unit=unit,
                     number=number,
                     name=name,
+                    was="failed" if known[1] else "was answered",
                     force=Option("force", True),
+                    retry=Option("retry_errors", True),
                 )
             r.failed += known[1]
             r.before += 1
@@ -356,6 +361,9 @@ def finish(job: Job, unsorted: bool) -> None:
         for path in has_records(None if job.output == "-" else journal, job.error_file):
             sort_records(path, job.names)
     some = has_records(journal)
+    for path in (job.output, job.error_file):  # there also where there was no request
+        if path and path != "-" and journal_of(path) == str(path):
+            open(path, "ab").close()
     if journal == str(job.output) or not some and Path(job.output).exists():
         return
     if table and some:
@@ -423,7 +431,17 @@ class Job(JobOutput):
 
     def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
         "The `JobResult` to begin with, and what ended the reading of the input early."
-        return survey(self.raw(), book, self.input, self.force, self.limit is None)
+        found = survey(self.raw(), book, self.input, self.force, self.limit is None)
+        self.warn_of_gaps()
+        return found
+
+    def warn_of_gaps(self) -> None:
+        "Say which row of a CSV is the first with too few cells, once all have been read."
+        if self.columns and (number := self.columns.short):
+            self.warn(
+                f"{self.input}: row {number} is the first with fewer cells than the header: "
+                "those are taken as empty"
+            )
 
     def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
         "The `Run` of this job with `llm`; the files of `outbox` are open."

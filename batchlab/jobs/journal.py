@@ -236,7 +236,8 @@ class Ledgerbook:
         "Enter a record found on the disk."
         failed = record["error"] is not None
         self.db.execute("insert or replace into lines values (?, ?, ?)", (number, digest, failed))
-        if record.get("custom_id") is not None:
+        code = record["error"] and record["error"].get("code")
+        if record.get("custom_id") is not None and code != "duplicate_custom_id":
             self.claim(record["custom_id"], number)
         if key := key_of(record):
             self.stamps.add(key[3])
@@ -268,7 +269,7 @@ class Ledgerbook:
         return self.db.execute("select number from ids where id = ?", (key,)).fetchone()[0]
 
     def distinct(self, line: JobLine) -> JobLine:
-        "`line`, which fails if its id was used before; the id then stays with the first."
+        "`line`, which fails if its id is that of a line before it."
         custom_id = line.ids.get("custom_id")
         if custom_id is None or (first := self.claim(custom_id, line.number)) is None:
             return line
@@ -276,7 +277,6 @@ class Ledgerbook:
             "duplicate_custom_id",
             f"custom_id {custom_id!r:.60} is that of {line.unit} {first} already",
         )
-        line.ids = {}
         return line
 
 # %% ../../nbs/6_jobs/journal.ipynb #88c8f899
