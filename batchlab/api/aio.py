@@ -205,7 +205,7 @@ class AsyncBase:
         await asyncio.shield(asyncio.wrap_future(self.queuer.submit(reload)))
 
     async def shutdown(self) -> None:
-        """Cancel all requests, end the engine's thread and give the memory of the cache back. A
+        """Cancel all requests, end the engine's thread and give memory back as `LLM.close` does. A
         later request begins anew."""
         self.llm.check_process()
         for answer in self.answers.values():

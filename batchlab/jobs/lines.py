@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.params import SamplingParams
 from . import schema as openai
-from .formats import LONGEST_LINE, Raw
+from .formats import LONGEST_LINE, Raw, finite, unique_keys
 from batchlab.jobs.schema import (
     ALIASES,
     DROPPED,
@@ -138,15 +138,20 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-_strict = json.JSONDecoder(
-    parse_constant=_no_constant
-).decode  # json.loads would make a decoder for each line
+_decoders = {  # json.loads would make one for each line
+    strict: json.JSONDecoder(
+        object_pairs_hook=unique_keys,
+        parse_float=finite,
+        parse_constant=_no_constant if strict else None,
+    ).decode
+    for strict in (True, False)
+}
 
 
 def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
     "The JSON object in the bytes `raw`. `strict`: without NaN. Raises `BadRequest`."
     try:
-        d = (_strict if strict else json.loads)(raw.decode("utf-8-sig"))
+        d = _decoders[strict](raw.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
         wide = (
             ", and looks like UTF-16: give encoding (--encoding utf-16)"

@@ -754,7 +754,7 @@ def pool_prompts(
 class VectorCalls:
     "The call that gives vectors."
 
-    pooler: Pooler
+    pooler: Any  # a `Pooler`, made when it is first needed
 
     @property
     def pooling_tasks(self) -> tuple[str, ...]:
