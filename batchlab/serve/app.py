@@ -501,19 +501,31 @@ Check = Callable[[Scope], BadRequest | None]
 
 
 class Gate:
-    "ASGI middleware: a request that one of `checks` has something against is refused."
+    """ASGI middleware: a request that one of `checks` has something against is refused. `close`:
+    its connection ends with it."""
 
-    def __init__(self, app: ASGIApp, checks: Sequence[Check]) -> None:
-        self.app, self.checks = app, checks
+    def __init__(self, app: ASGIApp, checks: Sequence[Check], close: bool = False) -> None:
+        self.app, self.checks, self.close = app, checks, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             for check in self.checks:
                 if wrong := check(scope):
-                    return await refuse(wrong, scope, send)
+                    return await refuse(wrong, scope, send, self.close)
         await self.app(scope, receive, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv0051c
+def one_length(scope: Scope) -> BadRequest | None:
+    "Refuse a body with two lengths: a proxy may go by the other, and take the rest for a request."
+    headers = Headers(scope=scope)
+    if not headers.get("content-length") or "transfer-encoding" not in headers:
+        return None
+    return BadRequest(
+        "the request has Content-Length and Transfer-Encoding, which may contradict each other: "
+        "send one of them"
+    )
+
+
 def key_check(key: str) -> Check:
     "Refuse requests without the API `key`, whose digest is kept and compared in constant time."
     digest = hashlib.sha256(key.encode()).digest()
@@ -625,13 +637,7 @@ class BodyLimit:
         body, wrong = Sent(receive, send, most, self.patience), None
         headers = Headers(scope=scope)
         length, encoding = headers.get("content-length", ""), headers.get("content-encoding", "")
-        both = bool(length) and "transfer-encoding" in headers
-        if both:
-            wrong = BadRequest(
-                "the request has Content-Length and Transfer-Encoding, which may contradict each "
-                "other: send one of them"
-            )
-        elif length.isdecimal() and int(length[:20]) > most:
+        if length.isdecimal() and int(length[:20]) > most:
             wrong = BadRequest(
                 f"the body is longer than {most:,} bytes: send less", "request_too_large"
             )
@@ -640,8 +646,7 @@ class BodyLimit:
                 f"the body is encoded as {encoding!r:.40}: send it plain", "unsupported_media_type"
             )
         if wrong:
-            # one with both lengths has no end to wait for: it is answered, and closed, at once
-            return await refuse(wrong, scope, send if both else body.send, both)
+            return await refuse(wrong, scope, body.send)
         await self.app(scope, body.receive, body.send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
@@ -761,6 +766,7 @@ def _guard(
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(Gate, checks=[one_length], close=True)  # before all others
 
 
 def store_routers(api: Api, batches: BatchRunner, max_upload: int) -> list[APIRouter]:
