@@ -11,8 +11,14 @@ pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 openai = pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")
 httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
+from transformers import PreTrainedTokenizerBase
+
 from batchlab.api import LLM
-from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.jobs.lines import ParamsCache, parse_line
+from batchlab.jobs.runner import admit_line
+from batchlab.llm import inputs
+from batchlab.models import control, tiny_model, tiny_tokenizer
+from batchlab.models.lengths import chars_in
 from batchlab.serve.app import Server, Turnover, create_app, listen, url_of
 from helpers import NO_KERNELS, running, same, until
 
@@ -643,6 +649,86 @@ def test_what_has_no_effect_is_said_once(web, caplog):
     assert len(said) == len(IGNORED)
 
 
+MARKS = "<eos>" * 2**17
+MANY_IDS = [5] * 2**17
+SAID = [dict(role="user", content=MARKS)]
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    "How many characters are stained and tokenised, and how many ids looked at, while a test runs."
+    seen = []
+
+    def spy(owner, name):
+        real = getattr(owner, name)
+
+        def spied(*args, **kw):
+            seen.append(1 if name == "whole_number" else chars_in(args))
+            return real(*args, **kw)
+
+        monkeypatch.setattr(owner, name, spied)
+
+    spy(control, "stain_of")
+    spy(PreTrainedTokenizerBase, "__call__")
+    spy(inputs, "whole_number")
+    return seen
+
+
+@pytest.mark.parametrize(
+    "path,body,key",
+    [
+        (CHAT, dict(messages=SAID), "messages"),
+        (CHAT, dict(messages=TALK, chat_template_kwargs=dict(x=MARKS)), None),
+        (TEXT, dict(prompt=MARKS), "prompt"),
+        (TEXT, dict(prompt=MANY_IDS), "prompt"),
+        (TEXT, dict(prompt=[MANY_IDS, [5.0, *MANY_IDS]]), "prompt"),
+        (TEXT, dict(prompt=[5.0, *["a"] * 2**17]), "prompt"),
+        ("/v1/responses", dict(input=MARKS), "input"),
+        ("/v1/responses/input_tokens", dict(input=MARKS), "input"),
+        ("/v1/messages", dict(model="tiny", messages=SAID, max_tokens=1), None),
+        ("/v1/messages/count_tokens", dict(model="tiny", messages=SAID), None),
+        ("/tokenize", dict(prompt=MARKS), "prompt"),
+        ("/tokenize", dict(messages=SAID), "messages"),
+        ("/detokenize", dict(tokens=MANY_IDS), "tokens"),
+        ("/v1/embeddings", dict(input=MARKS), "input"),
+        ("/v1/embeddings", dict(input=MANY_IDS), "input"),
+        ("/score", dict(text_1="a", text_2=MARKS), "text_1"),
+    ],
+)
+def test_what_is_surely_too_long_is_refused_before_it_is_looked_at(s, web, looked_at, path, body, key):  # fmt: skip
+    r = web.post(path, json=body)
+    if key is None and path == CHAT:
+        assert r.status_code == 200  # its template does not write that
+        return
+    assert r.status_code == 400 and sum(looked_at) < 20, r.text
+    said = r.json()["error"]
+    assert "maximum context length is 256 tokens" in said["message"]
+    assert key is None or (said["code"], said["param"]) == ("context_length_exceeded", key)
+    if path in (CHAT, TEXT, "/v1/embeddings") and key != "tokens":
+        line = json.dumps(dict(custom_id="a", method="POST", url=path, body=body)).encode()
+        line = parse_line(1, line)
+        if not line.failure:  # several prompts are none
+            assert admit_line(s.llm, line, ParamsCache()) is None
+            assert line.failure[0] == "context_length_exceeded" and sum(looked_at) < 40
+
+
+@pytest.mark.parametrize(
+    "path,body,word",
+    [
+        (CHAT, dict(messages=TALK, logit_bias={str(i): 1 for i in range(2**18 + 1)}), "262,144"),
+        (TEXT, dict(prompt="a", allowed_token_ids=[5] * (2**18 + 1)), "262,144"),
+        (TEXT, dict(prompt="a", bad_words=["a" * 1000] * 66), "65,536 characters"),
+        ("/v1/embeddings", {"input": "a"} | {f"k{i}": 1 for i in range(4001)}, "4,000 keys"),
+        ("/v1/responses", dict(input="a", metadata={str(i): 1 for i in range(4001)}), "metadata"),
+        ("/v1/embeddings", dict(input=["a", *MANY_IDS]), "2048 entries"),
+        ("/detokenize", dict(tokens=[5, "a"]), "token ids"),
+    ],
+)
+def test_what_is_too_much_is_refused_by_its_number(web, path, body, word):
+    r = web.post(path, json=body)
+    assert r.status_code == 400 and word in r.json()["error"]["message"]
+
+
 def test_a_body_that_is_too_long_is_refused_before_it_has_come():
     with serving(max_body=1000) as s:
 
@@ -998,8 +1084,14 @@ def test_what_is_under_way_is_answered_before_the_end():
 SCRIPT = """
 import sys
 from batchlab.cli import main
+from transformers import PreTrainedTokenizerBase
+
 from batchlab.api import LLM
-from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.jobs.lines import ParamsCache, parse_line
+from batchlab.jobs.runner import admit_line
+from batchlab.llm import inputs
+from batchlab.models import control, tiny_model, tiny_tokenizer
+from batchlab.models.lengths import chars_in
 llm, count = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=4), 0
 def watch(*_):
     global count

@@ -263,19 +263,22 @@ class _Order:
             return self.prompt.as_group(
                 self.llm, name, self.tell, 0, settings.priority, settings.timeout
             )
-        read = read_prompt(self.prompt, settings, self.chat)
+        read = read_prompt(self.prompt, settings, self.chat, self.llm.max_model_len)
         return self.llm._groups([read], self.tell, name)[0]
 
 # %% ../../nbs/2_core/46_async.ipynb #8141f787
 class AsyncQueue(AsyncBase):
     "Hands requests over to the engine, in threads that tokenise them."
 
-    def queuer_for(self, prompt: object) -> ThreadPoolExecutor:
-        """The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer
-        is one that several threads may read."""
+    def queuer_for(self, prompt: object, params: object = None) -> ThreadPoolExecutor:
+        """The thread that tokenises `prompt`, and makes the grammar that `params` ask for: long
+        ones have one of their own, if the tokenizer is one that several threads may read."""
         asked: Any = prompt
         texts = (asked.texts, asked.others) if hasattr(asked, "as_group") else asked
-        is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
+        given = vars(params) if params else {}
+        form = given.get("structured_outputs")
+        n = chars_in([texts, given, vars(form) if form else ""])
+        is_long = n >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
         return self.long_queuer if is_long else self.queuer
 
     def _next_id(self) -> str:
@@ -347,7 +350,7 @@ class AsyncCalls(AsyncQueue):
         try:
             await mailbox.places.acquire()
             answer.free = mailbox.places.release
-            queuer = self.queuer_for(prompt)
+            queuer = self.queuer_for(prompt, settings.params)
             job = queuer.submit(self._queue, order)
             if queuer is self.long_queuer:
                 job.add_done_callback(lambda _: trim_memory(cuda=False))

@@ -96,7 +96,7 @@ class ResponseBody(Body):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    include: list[Included] = []
+    include: Annotated[list[Included], Field(fail_fast=True)] = []
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None  # of hosted tools

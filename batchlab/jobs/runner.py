@@ -92,7 +92,7 @@ def admit_line(
             if line.tools:
                 own = tool_params(own, line.tool_format, line.tools)
             settings = Settings(own, adapter=line.adapter or adapter_named(llm, line.model))
-            group = admit(llm, group, read_prompt(prompt, settings, chat))
+            group = admit(llm, group, read_prompt(prompt, settings, chat, llm.max_model_len))
         if group.error is None:
             return group
         too_long = group.reason == "too_long"

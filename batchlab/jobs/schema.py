@@ -177,12 +177,8 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000038
 def _is_prompt(p: Any) -> bool:
-    return (
-        isinstance(p, str)
-        or isinstance(p, list)
-        and bool(p)
-        and all(whole_number(i) is not None for i in p)
-    )
+    "Whether `p` is a text or begins as ids do; who knows how many there may be looks at the others."
+    return isinstance(p, str) or isinstance(p, list) and whole_number([*p[:1], None][0]) is not None
 
 
 def many_prompts(prompt: Any) -> list[str | list[int]]:

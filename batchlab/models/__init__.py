@@ -192,7 +192,7 @@ def _apply_template(
     own = {k: v for k, v in options.items() if k not in _OUR_OPTIONS | _TOKENIZING}
     own = plain_data(own | dict(messages=messages, tools=_as_schemas(options["tools"])))
     if cuts or allow_special:
-        if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
+        if max_len and chars_in(own) >= SHORT and not options.get("truncation"):
             text = apply(messages, **options | dict(tokenize=False, return_dict=False))
             check_length(tokenizer, text, max_len - 1)
         if not allow_special:
@@ -207,7 +207,7 @@ def _apply_template(
         if k in options and k not in options["chat_template"]:
             _say_unknown(k)
     text = render(own)
-    if max_len and chars_in(messages) >= SHORT:
+    if max_len:
         check_length(tokenizer, text, max_len - 1)
     return ids_apart(tokenizer, options["chat_template"], text, render, own)
 

@@ -76,13 +76,18 @@ def stopping() -> BadRequest:
     return BadRequest("the server is stopping: ask again later", "unavailable")
 
 
+def context_error(why: str, most: int | None, key: str | None) -> BadRequest:
+    "The error of a prompt, which `key` has, for a model that holds `most` tokens; `why` counts it."
+    words = f"this model's maximum context length is {most} tokens"  # by which clients know it
+    return BadRequest(f"{words}: {why}", "context_length_exceeded", key)
+
+
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
     """Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`:
     tokens that the model holds."""
     reason = o.outputs[0].finish_reason if o.outputs else o.finish_reason
-    if reason == "too_long":  # clients know it by these words
-        why = f"this model's maximum context length is {most} tokens: {o.error}"
-        return BadRequest(why, "context_length_exceeded", asked.key)
+    if reason == "too_long":
+        return context_error(o.error, most, asked.key)
     if o.fault is not None:
         return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, asked.key))
     if reason == "cancelled":

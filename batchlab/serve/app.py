@@ -12,14 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from .. import __version__
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, JobError
+from ..errors import BatchlabError, JobError, PromptTooLongError
 from ..llm.inputs import encode_text, prompt_ids_of
+from ..models.lengths import SHORT, check_length
 from ..api import LLM
 from ..tasks.lora import adapter_named, adapter_names, check_modules
 from ..llm.outputs import RequestOutput
@@ -31,7 +30,7 @@ from .messages import MessageRequest, is_messages, model_info, model_page
 from .messages import parse_count, parse_messages
 from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessage
 from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
-from .answers import json_response, logged, refuse, stopping
+from .answers import context_error, json_response, logged, refuse, stopping
 from .telemetry import Telemetry, tracer_of
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Talk, about, as_messages
@@ -150,7 +149,7 @@ class TokenizeBody(Talk):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Any]
 
 
 _UNKNOWN = ToolFormat("", "", "")  # until a request has tools
@@ -290,12 +289,18 @@ class TokenRoutes(Admission):
                 "add_special_tokens is for prompts: the chat template writes its own",
                 param="add_special_tokens",
             )
-        if prompt is None:
-            talk = dict(messages=as_messages(asked.messages)) | asked.options
-            work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
-        else:
-            talk, work = prompt, lambda: encode_text(llm.tokenizer, prompt, special is not False)
-        ids = await self._in_queuer(work, talk)
+
+        def work() -> list[int]:
+            most = llm.max_model_len
+            if prompt is None:
+                talk = dict(messages=as_messages(asked.messages)) | asked.options
+                return prompt_ids_of(llm.model, llm.tokenizer, talk, True, most)[1]
+            if most:
+                check_length(llm.tokenizer, prompt, most - 1)
+            return encode_text(llm.tokenizer, prompt, special is not False)
+
+        key = "messages" if prompt is None else "prompt"
+        ids = await self._in_queuer(work, getattr(asked, key), key)
         found: dict[str, Any] = dict(count=len(ids), max_model_len=llm.max_model_len, tokens=ids)
         if asked.return_token_strs:
             found["token_strs"] = llm.get_tokenizer().convert_ids_to_tokens(ids)
@@ -303,17 +308,24 @@ class TokenRoutes(Admission):
 
     async def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         self.check_model(asked.model)
-        ids, most = asked.tokens, self.llm.llm.vocab_size
-        if max(ids, default=0) >= most:
+        ids, most, llm = asked.tokens, self.llm.llm.vocab_size, self.llm.llm
+        if llm.max_model_len and len(ids) > llm.max_model_len:
+            raise context_error(f"{len(ids):,} tokens: send fewer", llm.max_model_len, "tokens")
+        if not all(type(i) is int and 0 <= i < most for i in ids):
             raise BadRequest(f"tokens must be token ids from 0 to {most - 1:,}", param="tokens")
         return dict(prompt=await self._in_queuer(lambda: self.decode(ids)))
 
-    async def _in_queuer(self, work: Callable[[], Any], prompt: Any = None) -> Any:
-        "What `work` gives in the thread that tokenises `prompt`. Raises `BadRequest`."
+    async def _in_queuer(
+        self, work: Callable[[], Any], prompt: Any = None, key: str | None = None
+    ) -> Any:
+        """What `work` gives in the thread that tokenises `prompt`, which `key` of the body has.
+        Raises `BadRequest`."""
         try:
             return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
+        except PromptTooLongError as e:
+            raise context_error(str(e), self.llm.llm.max_model_len, key) from None
         except BatchlabError as e:
-            raise BadRequest(str(e)) from None
+            raise BadRequest(str(e), param=key) from None
 
     async def tokenizer(self, request: Request) -> dict[str, Any]:
         """What a client needs to know of the tokenizer beside /tokenize: its special tokens, and
@@ -418,8 +430,8 @@ class ChatRoutes(AboutRoutes):
     async def prompt_tokens(self, asked: ApiRequest) -> int:
         "How many tokens the conversation of `asked` has, with its tools."
         llm, [talk] = self.llm.llm, asked.prompts
-        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
-        return len(await self._in_queuer(work, talk))
+        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True, llm.max_model_len)[1]
+        return len(await self._in_queuer(work, talk, asked.key))
 
     def _arm(self, asked: ApiRequest) -> None:
         """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
@@ -687,8 +699,16 @@ def _endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     "What answers a request by `act`, which gets what `reader` makes of the body, if there is one."
 
+    make = reader or (lambda body: body)
+    read_body = lambda raw: make(json_object(raw))
+
     async def answer(request: Request) -> Response:
-        found = await act(reader(json_object(await request.body())) if reader else request)
+        asked: Any = request
+        if reader:  # a long body takes a while, in which others are answered
+            raw = await request.body()
+            long = len(raw) >= SHORT
+            asked = await asyncio.to_thread(read_body, raw) if long else read_body(raw)
+        found = await act(asked)
         return found if isinstance(found, Response) else json_response(found)
 
     return answer

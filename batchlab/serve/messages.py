@@ -11,7 +11,7 @@ __all__ = ['MessageRequest', 'parse_messages', 'parse_count']
 # %% ../../nbs/7_serve/messages.ipynb #msg00004
 import json, re, secrets, time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
@@ -250,7 +250,7 @@ class Tool(Body):
     cache_control: Any = None
     eager_input_streaming: Any = None
     defer_loading: Literal[False] = False
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00022
 class MessagesBody(Body):

@@ -131,7 +131,8 @@ async def request_for(wanted: ResponseAsked, runner: ResponseRunner | None) -> R
     elif id := own.previous_response_id:
         store, known = runner.store, id.encode(errors="replace").decode()
         earlier = await on_disk(lambda: earlier_items(store, known))
-    asked = request_of(wanted, earlier, own.store and runner is not None)
+    kept = own.store and runner is not None
+    asked = await asyncio.to_thread(request_of, wanted, earlier, kept)  # which may take a while
     low = own.service_tier == "flex"
     asked.priority = PRIORITY if low else max(-PRIORITY, min(asked.priority, PRIORITY - 1))
     return asked
