@@ -139,6 +139,40 @@ def line_of(s, ask):
 # what is answered
 
 
+MORE = [{}, dict(n=2, temperature=1, seed=3)]
+ECHOES = [dict(echo=True), dict(echo=True, max_tokens=0), dict(echo=True, logprobs=1)]
+
+
+@pytest.mark.parametrize("path,more", [(p, m) for p in (TEXT, CHAT) for m in MORE] + [(TEXT, m) for m in ECHOES])  # fmt: skip
+def test_token_ids_as_vllm_gives_them(s, web, path, more):
+    "Of the answer in each choice, of the prompt in the choice of a text and beside those of a chat; streamed, that in the first part."
+    chat = path == CHAT
+    body = dict(max_tokens=9, temperature=0, ignore_eos=True) | more
+    given = dict(messages=TALK) if chat else dict(prompt="né 7")
+    how = {k: v for k, v in body.items() if k != "echo"} | dict(
+        max_tokens=max(1, body["max_tokens"])
+    )
+    ask = s.llm.chat if chat else s.llm.generate
+    [out] = ask([TALK] if chat else ["né 7"], how)
+    want = [c.token_ids if body["max_tokens"] else [] for c in out.outputs]
+    body |= given | dict(return_token_ids=True)
+    whole = web.post(path, json=body).json()
+    assert [c["token_ids"] for c in whole["choices"]] == want
+    parts = events_of(web.post(path, json=body | dict(stream=True)).text)
+    for i, ids in enumerate(want):
+        own = [p for p in parts if p["choices"] and p["choices"][0]["index"] == i]
+        assert sum((p["choices"][0]["token_ids"] for p in own), []) == ids
+        places = [
+            [p if chat else p["choices"][0] for p in own],
+            [whole if chat else whole["choices"][i]],
+        ]
+        for first, *rest in places:
+            assert first["prompt_token_ids"] == out.prompt_token_ids
+            assert not any("prompt_token_ids" in p for p in rest)
+    plain = web.post(path, json=body | dict(return_token_ids=False)).text
+    assert "token_ids" not in plain
+
+
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_chat_is_what_llm_gives(s, client, role):
     talk = [dict(role=role, content="Be brief."), *TALK]

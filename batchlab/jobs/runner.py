@@ -21,6 +21,7 @@ from ..tasks.lora import adapter_names
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
 from .schema import BadRequest
 from .pooling import TextsOutput
+from .responses import fit_roles
 from .tools import conversation_with, tool_params
 
 if TYPE_CHECKING:  # a dry run needs no torch
@@ -83,6 +84,9 @@ def admit_line(
             group = line.pooling.as_group(llm, line.key, on_event, line.number)
         else:
             group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
+            if line.response and line.messages:
+                roles = params.roles(llm.tokenizer, line.chat_options.get("chat_template"))
+                line.messages = fit_roles(line.messages, roles)
             prompt, own = line.conversation if chat else line.prompt, params.of(line)
             if line.tools or any("tool_calls" in m for m in line.messages or ()):
                 template = line.chat_options.get("chat_template")

@@ -35,7 +35,8 @@ from .telemetry import Telemetry, tracer_of
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Talk, about, as_messages
 from ..jobs.schema import parse_online
-from ..jobs.responses import ResponseAsked, ResponseRequest, read_response, renaming
+from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
+from ..jobs.responses import read_response, renaming, roles_of
 from ..jobs.settings import B, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
@@ -388,14 +389,26 @@ class ChatRoutes(AboutRoutes):
     "The endpoints for text. `responses`: keeps responses, if there is a place for them."
 
     responses: ResponseRunner | None = None
+    roles: Roles | None = None  # that the chat template takes, once it is asked
 
     async def ready(self, asked: ApiRequest) -> None:
-        "Check `asked` against the model, and make its tools ready. Raises `BadRequest`."
+        """Check `asked` against the model, and make its roles and tools ready. Raises
+        `BadRequest`."""
         self.check_model(asked.model)
         self.check_length(asked)
+        if isinstance(asked, (MessageRequest, ResponseRequest)):
+            await self._fit(asked)
         talk = asked.prompts[0]["messages"] if asked.chat else ()
         if asked.tools or any("tool_calls" in m for m in talk):
             await self._in_queuer(lambda: self._arm(asked))
+
+    async def _fit(self, asked: MessageRequest | ResponseRequest) -> None:
+        "Put what the chat template refuses elsewhere, in what runs and in what is kept to be run."
+        ask = lambda: roles_of(self.llm.llm.tokenizer)
+        self.roles = roles = self.roles or await self._in_queuer(ask)
+        bodies = [*asked.prompts, *([asked.body] if isinstance(asked, ResponseRequest) else [])]
+        for body in bodies:
+            body["messages"] = fit_roles(body["messages"], roles)
 
     async def complete(self, asked: ApiRequest) -> Response:
         "The chat and completions endpoints."

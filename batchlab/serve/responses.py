@@ -18,6 +18,7 @@ from ..jobs.responses import ResponseAsked, ResponseParts, ResponseRequest
 from ..jobs.responses import request_of, response_head, response_of
 from ..jobs.runner import Admitted, LineRunner, ModelNames
 from ..jobs.schema import BadRequest
+from ..llm.outputs import RequestOutput
 from .batches import PRIORITY, BatchStore, LiveLines, disk_error
 from .routes import answered, page_asked
 
@@ -181,8 +182,9 @@ def ended_response(
         parts = ResponseParts(response)
         parts.fail(error["code"], error["message"].removeprefix(f"{line.where}: "))
         return parts.response
-    body = record["response"]["body"]
-    return response_of(response | dict(model=body["model"]), body)
+    assert isinstance(line.output, RequestOutput)
+    head = response | dict(model=record["response"]["body"]["model"])
+    return response_of(head, line.output, line.tools, line.tool_format)
 
 # %% ../../nbs/7_serve/kept.ipynb #f69890a8
 @dataclass(eq=False)
