@@ -170,6 +170,9 @@ LEDGER = """pragma journal_mode=off; pragma synchronous=off;
     create table ids(id blob primary key, number integer) without rowid; begin"""
 
 # %% ../../nbs/6_jobs/journal.ipynb #c488209d
+_TWICE = "duplicate_custom_id"
+
+
 class Ledgerbook:
     """The lines that have an answer, and the ids that lines have used.
 
@@ -185,10 +188,11 @@ class Ledgerbook:
 
     def note(self, number: int, digest: str, record: dict[str, Any]) -> None:
         "Enter a record found on the disk."
-        failed = record["error"] is not None
+        error, custom_id = record["error"], record.get("custom_id")
+        failed = error is not None
         self.db.execute("insert or replace into lines values (?, ?, ?)", (number, digest, failed))
-        if record.get("custom_id") is not None:
-            self.claim(record["custom_id"], number)
+        if custom_id is not None and not (failed and error["code"] == _TWICE):  # that is another's
+            self.claim(custom_id, number)
         if key := key_of(record):
             self.stamps.add(key[3])
         self.size += 1
@@ -219,15 +223,14 @@ class Ledgerbook:
         return self.db.execute("select number from ids where id = ?", (key,)).fetchone()[0]
 
     def distinct(self, line: JobLine) -> JobLine:
-        "`line`, which fails if its id was used before; the id then stays with the first."
+        "`line`, which fails if its id was used before."
         custom_id = line.ids.get("custom_id")
         if custom_id is None or (first := self.claim(custom_id, line.number)) is None:
             return line
         line.failure = (
-            "duplicate_custom_id",
+            _TWICE,
             f"custom_id {custom_id!r:.60} is that of {line.unit} {first} already",
         )
-        line.ids = {}
         return line
 
 # %% ../../nbs/6_jobs/journal.ipynb #88c8f899

@@ -176,7 +176,7 @@ class ModelNames:
 
     def check(self, line: JobLine) -> None:
         "Let `line` fail if it asks for a model that is not here."
-        known = {*self.names, *(name.rpartition("/")[2] for name in self.names), *self.adapters}
+        known = [*self.names, *(name.rpartition("/")[2] for name in self.names), *self.adapters]
         free = self.any_model and not self.adapters
         if line.failure or line.model is None or line.model in known or free:
             return
