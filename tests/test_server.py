@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from batchlab.api import LLM
 from batchlab.jobs.lines import ParamsCache, parse_line
 from batchlab.jobs.runner import admit_line
+from batchlab.jobs.schema import as_messages
 from batchlab.llm import inputs
 from batchlab.models import control, tiny_model, tiny_tokenizer
 from batchlab.models.lengths import chars_in
@@ -137,6 +138,38 @@ def line_of(s, ask):
 
 
 # what is answered
+
+
+def test_a_target_that_is_a_whole_url(s):
+    "As RFC 9112 wants it, and the name in it is the Host's."
+    with serving(names=[]) as own, socket.create_connection(address(own)) as c:
+        for host, status in (("localhost", 200), ("evil.example", 403)):
+            target = f"http://{host}/health?x=1"
+            c.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            r = http.client.HTTPResponse(c)
+            r.begin()
+            r.read()
+            assert r.status == status
+
+
+def test_a_call_that_was_cut_off_can_be_sent_back(s, web):
+    "So can an answer that refused. What is no beginning of an object can not."
+    call = lambda text: dict(id="c", type="function", function=dict(name="f", arguments=text))
+    said = lambda **m: [*TALK, dict(role="assistant") | m, *TALK]
+    for m in (
+        *(
+            dict(content="", tool_calls=[call(text)])
+            for text in ("", "{", '{"a": [1, "b', '{"a": 1}')
+        ),
+        dict(content=None, refusal="No."),
+        dict(content=[dict(type="refusal", refusal="No.")]),
+    ):
+        assert web.post(CHAT, json=dict(messages=said(**m), max_tokens=1)).status_code == 200
+    for text in ("[1", "x", '{"a": 1} x', '"a'):
+        r = web.post(CHAT, json=dict(messages=said(tool_calls=[call(text)])))
+        assert r.status_code == 400 and "must be a JSON object" in r.text
+    whole = as_messages(said(tool_calls=[call('{"a": [1, "b')], content=None))[1]
+    assert whole["tool_calls"][0]["function"]["arguments"] == dict(a=[1, "b"])
 
 
 MORE = [{}, dict(n=2, temperature=1, seed=3)]
@@ -414,6 +447,16 @@ def test_a_model_that_is_none_names_those_that_there_are(web, monkeypatch):
     r = web.post(TEXT, json=dict(prompt="a", model="pirat"))
     said = r.json()["error"]["message"]
     assert r.status_code == 404 and all(repr(x) in said for x in ("tiny", "pirate", "poet"))
+
+
+@pytest.mark.parametrize("own", [dict(tools=[]), dict(tokenize=False), dict(chat_template="a"), dict(add_generation_prompt=False)], ids=str)  # fmt: skip
+def test_what_is_no_variable_of_a_template_is_refused_where_it_would_change_nothing(s, web, own):
+    for path in (CHAT, "/tokenize"):
+        r = web.post(path, json=dict(messages=TALK, chat_template_kwargs=own))
+        assert r.status_code == 400 and next(iter(own)) in r.json()["error"]["message"]
+    for fine in (dict(add_generation_prompt=True), dict(tools=None), dict(x=1)):
+        body = dict(messages=TALK, chat_template_kwargs=fine, max_tokens=1)
+        assert web.post(CHAT, json=body).status_code == 200
 
 
 def test_tokens_and_back(s, web):

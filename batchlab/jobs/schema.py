@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json, math, time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
 
 from ..errors import ParamError, PromptError
 from .settings import ALIASES, DROPPED, KNOWN_SETTINGS, Body, Whole
@@ -103,12 +105,24 @@ def plain_text(content: Any, where: str) -> Any:
         return content
     from batchlab.models import text_of
 
+    said = lambda p: dict(type="text", text=p.get("refusal"))  # of an assistant that refused
+    refused = lambda p: isinstance(p, dict) and p.get("type") == "refusal"
     try:
-        return text_of(content, where)
+        return text_of([said(p) if refused(p) else p for p in content], where)
     except PromptError as e:
         raise _bad(str(e)) from None
 
 # %% ../../nbs/6_jobs/schema.ipynb #too40001
+def cut_object(text: str) -> Any:
+    "What came of the JSON in `text` before it was cut off, as the arguments of a call may be, or None."
+    with suppress(ValueError, RecursionError):
+        json.JSONDecoder().raw_decode(text.lstrip())
+        return None  # it is whole, and there is more behind it
+    with suppress(ValueError):
+        return from_json(text, allow_partial="trailing-strings")
+    return None
+
+
 def _call_of(c: Any, where: str) -> dict[str, Any]:
     "One of a message's `tool_calls`, with its arguments as a dict. Raises `BadRequest`."
     f = c.get("function") if isinstance(c, dict) else None
@@ -125,7 +139,7 @@ def _call_of(c: Any, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
-        arguments = None
+        arguments = cut_object(str(given))
     if not isinstance(arguments, dict):
         raise _bad(f"{where}.function.arguments must be a JSON object, got {given!r:.60}")
     return dict(type="function") | c | dict(function=f | dict(arguments=arguments))
@@ -134,6 +148,8 @@ def _call_of(c: Any, where: str) -> dict[str, Any]:
 def _message_of(m: dict[str, Any], where: str) -> dict[str, Any]:
     "A message as a chat template takes it. Raises `BadRequest`."
     out = m | dict(content=plain_text(m.get("content"), where))
+    if out["content"] is None and isinstance(refusal := out.pop("refusal", None), str):
+        out["content"] = refusal  # which is what the assistant said
     calls = out.pop("tool_calls", None)
     if m.get("role") == "developer":
         out["role"] = "system"

@@ -201,9 +201,19 @@ _KINDS: dict[str, type] = dict(
 )
 
 
+_NO_VARIABLES = {*CHAT_KEYS} - {"enable_thinking", "reasoning_effort"} | {"tokenize"}
+
+
 def _bad_option(options: dict[str, Any]) -> str | None:
     """What is wrong with the first of `options` that is of another type than `encode_chat`
     takes, or None."""
+    opens = not options.get("continue_final_message")
+    said = dict(add_generation_prompt=opens, continue_final_message=False) | options
+    own = options.get("chat_template_kwargs")
+    own = own if isinstance(own, dict) else {}
+    for k in sorted(_NO_VARIABLES & own.keys()):
+        if own[k] != said.get(k):  # which is what counts
+            return f"chat_template_kwargs has {k}, which is no variable of a template: leave it out"
     return next(
         (
             f"{k} must be a {kind.__name__}, got {options[k]!r:.60}"
