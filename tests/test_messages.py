@@ -459,7 +459,9 @@ def error_of(r):
 def test_errors_by_status(web):
     post_ = partial(web.post, MESSAGES)
     assert error_of(post_(json=ASK | dict(model="x"))) == (404, "not_found_error")
-    assert error_of(web.post("/v1/messages/batches")) == (404, "not_found_error")
+    for path, word in (("batches", "see /v1/batches"), ("", "without a slash")):
+        r = web.post(f"/v1/messages/{path}")
+        assert error_of(r) == (404, "not_found_error") and word in r.text and "base" not in r.text
     r = web.post("/v1/v1/messages", json=ASK)
     assert error_of(r) == (404, "not_found_error") and "base URL" in r.text
     assert error_of(web.get(MESSAGES)) == (405, "invalid_request_error")

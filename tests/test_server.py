@@ -1151,9 +1151,12 @@ def test_what_is_under_way_is_answered_before_the_end():
             until(lambda: s.llm.paused)
             s.server.should_exit = True
             until(lambda: s.api.draining)
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{s.url}/health")
+            assert httpx.get(f"{s.url}/health").status_code == 503
+            r = httpx.post(s.url + TEXT, json=body)
+            assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
         stack.close()
+        s.thread.join(60)
+        assert closed(s.url)
         assert got[0].endswith("data: [DONE]\n\n") and '"error"' not in got[0]
         assert '"finish_reason":"length"' in got[0]
 
@@ -1161,14 +1164,8 @@ def test_what_is_under_way_is_answered_before_the_end():
 SCRIPT = """
 import sys
 from batchlab.cli import main
-from transformers import PreTrainedTokenizerBase
-
 from batchlab.api import LLM
-from batchlab.jobs.lines import ParamsCache, parse_line
-from batchlab.jobs.runner import admit_line
-from batchlab.llm import inputs
-from batchlab.models import control, tiny_model, tiny_tokenizer
-from batchlab.models.lengths import chars_in
+from batchlab.models import tiny_model, tiny_tokenizer
 llm, count = LLM(tiny_model('llama'), tiny_tokenizer(), max_num_seqs=4), 0
 def watch(*_):
     global count

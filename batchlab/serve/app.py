@@ -5,7 +5,7 @@
 # %% ../../nbs/7_serve/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, logging, math, os, socket, sys, time
+import asyncio, contextlib, hashlib, hmac, logging, math, os, re, socket, sys, time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,7 +73,11 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     if kind in ("files", "batches", "responses"):
         why = "start it with --data FOLDER; no id has a slash"
     if is_messages(path):
-        why = "see /v1/messages and /v1/messages/count_tokens; Claude's clients add /v1 to the base URL"
+        why = "see /v1/messages and /v1/messages/count_tokens, without a slash at the end"
+        if "/batches" in path:
+            why = "batches are those of OpenAI's API: see /v1/batches"
+        elif path.startswith("/v1/v1/"):
+            why = "Claude's clients add /v1 to the base URL: leave it out there"
     return BadRequest(f"{path} is not served here: {why}", "not_found")
 
 # %% ../../nbs/7_serve/49_server.ipynb #79c344a2
@@ -551,6 +555,20 @@ def one_length(scope: Scope) -> BadRequest | None:
     )
 
 
+def origin_form(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware: a target that is a whole URL, as some proxies send it, is its path, and its
+    address stands for the Host (RFC 9112, 3.2.2)."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        if found := re.match("https?://([^/]*)(.*)", scope.get("path", "")):
+            others = [(k, v) for k, v in scope["headers"] if k != b"host"]
+            scope["headers"] = [(b"host", found[1].encode("latin-1", "replace")), *others]
+            scope["path"] = found[2] or "/"
+        await app(scope, receive, send)
+
+    return called
+
+
 def key_check(key: str) -> Check:
     "Refuse requests without the API `key`, whose digest is kept and compared in constant time."
     digest = hashlib.sha256(key.encode()).digest()
@@ -800,6 +818,7 @@ def _guard(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(Gate, checks=[one_length], close=True)  # before all others
+    app.add_middleware(origin_form)
 
 
 def store_routers(api: Api, batches: BatchRunner, max_upload: int) -> list[APIRouter]:
@@ -1078,7 +1097,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is under way end, but for the lines of batches, which stop now; what has not
-        ended `drain` seconds later is told so."""
+        ended `drain` seconds later is told so. Who asks meanwhile hears that the server stops."""
         self.api.draining = True
         left = f": {self.api.pending:,} answers under way have {self.drain:g} s to end"
         self.say(f"stopping{left if self.api.pending else ''}")
@@ -1086,7 +1105,9 @@ class Server(uvicorn.Server):
         stopped = asyncio.gather(*(asyncio.to_thread(r.stop) for r in runners))
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try:
-            await super().shutdown(sockets)
+            while self.api.pending and not self.force_exit:
+                await asyncio.sleep(0.05)
+            await super().shutdown(sockets)  # which listens no more
         finally:
             timer.cancel()
             await stopped
