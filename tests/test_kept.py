@@ -2,6 +2,7 @@
 
 import json, random, threading, time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -17,6 +18,7 @@ from batchlab.jobs.job import Job
 from batchlab.jobs.lines import parse_line
 from batchlab.jobs.responses import read_response, request_of
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.serve import batches
 from batchlab.serve.batches import PRIORITY, BatchRunner, BatchStore
 from batchlab.serve.responses import KEPT, BackgroundLines, ResponseRunner, create_response
 import test_batches
@@ -194,6 +196,30 @@ def test_pages_of_items_that_are_none(shared, query):
     assert (r.status_code, r.json()["error"]["param"]) == (400, next(iter(query)))
 
 
+def test_items_that_are_sent_with_one_id_are_listed_once_each(shared):
+    items = [message("user", str(i)) | dict(id="same") for i in range(5)]
+    id = whole(shared, input=items, **HOLD)["id"]
+    after, seen = None, []
+    for _ in range(3):
+        q = dict(limit=2, order="asc") | (dict(after=after) if after else {})
+        page = shared.web.get(f"{URL}/{id}/input_items", params=q).json()
+        seen += [item["content"][0]["text"] for item in page["data"]]
+        after = page["last_id"]
+    assert seen == [*"01234"] and not page["has_more"]
+
+
+def test_a_clock_that_jumps_ahead_ends_nothing(tmp_path, monkeypatch):
+    "Until the server starts again: by then it is either right, or the time has come."
+    with keeping(tmp_path, clock=None) as s:
+        id = whole(s, input="a", **HOLD)["id"]
+        late = SimpleNamespace(time=lambda: time.time() + 31 * 24 * 3600, monotonic=time.monotonic)
+        monkeypatch.setattr(batches, "time", late)
+        whole(s, input="b", **HOLD)
+        assert fetched(s, id)["id"] == id
+        monkeypatch.setattr(batches, "_BEGAN", late.time() - time.monotonic())
+        assert fetched(s, id) == "not_found"
+
+
 def test_responses_end_with_their_time(tmp_path):
     clock = Clock()
     with keeping(tmp_path, clock=clock) as s:
@@ -303,6 +329,7 @@ def test_the_states_while_it_runs(s):
         assert fetched(s, id)["status"] == "in_progress"
         error = s.web.post(URL, json=dict(input="b", previous_response_id=id)).json()["error"]
         assert error["param"] == "previous_response_id", "what is no answer yet can't be continued"
+        assert "not answered yet" in error["message"]
     assert ended(s, id)["usage"]["output_tokens"] == 200
 
 

@@ -195,7 +195,7 @@ ECHO = dict(
     prompt_cache_key="k",
     service_tier="flex",
     parallel_tool_calls=False,
-    truncation="disabled",
+    truncation="auto",
     max_tool_calls=3,
     tool_choice="none",
     tools=[],
@@ -230,7 +230,7 @@ REFUSED += [
 REFUSED += [
     (dict(tools=[WEATHER | dict(type="custom")]), "tools[0].type"),
     (dict(tool_choice=dict(type="web_search")), "tool_choice"),
-    (dict(truncation="auto"), "truncation"),
+    (dict(truncation="last"), "truncation"),
     (dict(conversation="conv_1"), "conversation"),
     (dict(prompt=dict(id="pmpt_1")), "prompt"),
     (dict(messages=[]), "messages"),

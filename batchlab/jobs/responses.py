@@ -104,7 +104,7 @@ class ResponseBody(Body):
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None  # of hosted tools
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"  # what is too long is refused by both
     background: bool = False
     store: bool = True
     stream_options: Any = None  # which pad events to hide their lengths
@@ -211,7 +211,7 @@ def read_items(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         want = "a string or a list of at least one item"
         raise ParamError(field="input", value=given, want=want)
-    items = []
+    items, ids = [], set[str]()
     for i, item in enumerate(given):
         at = f"input[{i}]"
         if not isinstance(item, dict):
@@ -223,6 +223,9 @@ def read_items(given: Any) -> list[dict[str, Any]]:
         prefix, reader = ITEMS[kind]
         id = item.get("id")
         own = id if isinstance(id, str) and id else f"{prefix}_{secrets.token_hex(12)}"
+        if own in ids:  # pages of items go by their ids
+            own = f"{prefix}_{secrets.token_hex(12)}"
+        ids.add(own)
         items.append(dict(id=own, status="completed") | reader(item, at))
     return items
 
