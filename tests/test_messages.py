@@ -219,6 +219,9 @@ def test_a_message(web):
     assert m["id"] == r.headers["request-id"].replace("req_", "msg_")
     again = post(web, **ASK)["usage"]
     assert again["cache_read_input_tokens"] > 0 and again["cache_creation_input_tokens"] == 0
+    first = events_of(web.post(MESSAGES, json=ASK | dict(stream=True)).text)[0]["message"]["usage"]
+    told = "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"
+    assert [first[k] for k in told] == [again[k] for k in told]
 
 
 HARMLESS = dict(
@@ -396,7 +399,9 @@ def test_a_note_about_billing_is_left_out_of_the_system_prompt_alone():
     of = lambda system: chat_body(body | dict(system=system))["messages"]
     asked = dict(role="user", content=note)
     assert of(text(note, "Be brief.")) == [dict(role="system", content="Be brief."), asked]
-    assert of(note) == of(text(note)) == [asked]
+    assert of(note) == of(text(note)) == of(f"{note}\n\n") == [asked]
+    assert of(f"{note}\n\nBe brief.\n") == [dict(role="system", content="Be brief.\n"), asked]
+    assert of("") == [dict(role="system", content=""), asked]
 
 
 # what is refused

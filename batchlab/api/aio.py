@@ -63,8 +63,7 @@ class _Answer:
     "The output of a request so far, in `parts` by answer. Used in the event loop only."
 
     request_id: str
-    prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
+    group: RequestGroup | None = None  # once it is made
     parts: dict[int, CompletionOutput] = field(default_factory=dict)
     last: RequestOutput | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,12 +100,14 @@ class _Answer:
             )
             for _, p in sorted(self.parts.items())
         ]
+        assert self.group, "it has events"
         return RequestOutput(
             self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt=self.group.prompt,
+            prompt_token_ids=self.group.prompt_token_ids,
             outputs=parts,
             finished=False,
+            num_cached_tokens=sum(r.num_cached_tokens or 0 for r in self.group.requests[:1]),
         )
 
 # %% ../../nbs/2_core/46_async.ipynb #mbx00003
@@ -301,7 +302,7 @@ class AsyncQueue(AsyncBase):
         answer, group = order.answer, order.group()
         if group is None:
             return None
-        answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
+        answer.group = group
         with self.door:
             if answer.aborted:
                 return order.end("cancelled")  # the engine may be closed by now
