@@ -8,7 +8,7 @@ import pytest
 
 from helpers import but_compiler, same
 from warm import warm
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from batchlab.api import LLM
 from batchlab.errors import JobError, ParamError
@@ -331,6 +331,7 @@ def alone(i):
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(lines=st.lists(JUNK | twisted() | st.integers(0, 20), max_size=14), crlf=st.booleans())
+@example(lines=[json.dumps(ask(100, model=[])).encode(), 1], crlf=False)
 def test_rubbish_fails_alone(tmp_path_factory, lines, crlf):
     d = tmp_path_factory.mktemp("fuzz")
     lines = [(x, json.dumps(ask(x)).encode() if isinstance(x, int) else x) for x in lines]
@@ -406,6 +407,19 @@ def test_a_hosted_file_runs_unchanged(tmp_path, job):
     [bad] = rows(tmp_path / "err.jsonl")
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("request-4", 400)
     assert bad["response"]["body"]["error"]["code"] == error_of(bad) == "invalid_url"
+
+
+def test_an_id_that_is_used_twice_is_the_first_lines_after_an_interruption_too(tmp_path, job):
+    "The second line fails at once, and its record may be the only one on the disk."
+    one = job([ask(1, max_tokens=3), ask(2), ask(1)])
+    one.run(llm())
+    out = tmp_path / "out.jsonl"
+    whole = rows(out)
+    write(out, [r for r in whole if error_of(r) == "duplicate_custom_id"])
+    assert [r["custom_id"] for r in rows(out)] == ["r1"]
+    one.run(llm())
+    by_line = lambda found: {r["id"]: error_of(r) for r in found}
+    assert by_line(rows(out)) == by_line(whole)
 
 
 def test_seeds_hold_whatever_runs_beside(tmp_path, job):
