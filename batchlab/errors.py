@@ -333,6 +333,6 @@ class OneLineParser(argparse.ArgumentParser):
     def meant(self, flag: str) -> str:
         "What was probably meant by an unknown `flag`; '' if there is no guess."
         flags = self._option_string_actions
-        longer = [option for option in flags if option.startswith(f"{flag}-")]
+        longer = [option for option in flags if flag[2:] and option.startswith(flag)]
         near = longer or get_close_matches(flag, flags, 1, 0.75)
         return f", did you mean {near[0]}?" if near else ""

@@ -1,6 +1,6 @@
 "What is printed and shown: results, engines and traces in a few lines, a bar where somebody watches, and memory that is given back."
 
-import gc, pickle, platform, re, sys, threading, xml.etree.ElementTree as ET
+import gc, pickle, platform, re, sys, threading, weakref, xml.etree.ElementTree as ET
 from dataclasses import asdict
 
 import pytest
@@ -22,7 +22,7 @@ from batchlab.llm.outputs import (
 from batchlab.core.sampling import Logprob
 from batchlab.core.params import SamplingParams
 from batchlab.llm.shown import brief, short
-from helpers import ROOT, python
+from helpers import ROOT, greedy, ids, python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BAD = '<script>alert(1)</script> & "quotes" \x00 \ud800 '
@@ -284,6 +284,34 @@ def test_close_gives_back_what_the_allocator_holds(tmp_path):
     assert out.returncode == 0, out.stderr
     ran, closed, least = map(float, out.stdout.split())
     assert closed - least < 50 and ran - closed > 30, (ran, closed, least)
+
+
+def test_close_lets_go_of_the_weights_that_an_interrupted_call_still_refers_to(
+    tmp_path, monkeypatch
+):
+    "As a notebook does, which keeps the last traceback; and the next call reads the files again."
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    for how in (dict(compile=False), {}):
+        llm = LLM(str(tmp_path), **how)
+        ask = lambda: llm.generate(["Hi there", "You"], greedy(5), use_tqdm=False)
+        want, backend = ids(ask()), type(llm.backend)
+        execute = backend.execute
+
+        def interrupted(self, *args):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(backend, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            ask()
+        monkeypatch.setattr(backend, "execute", execute)
+        weights = [weakref.ref(x) for x in (llm.model, llm.backend, llm.pooler)]
+        steps = llm.stats().steps
+        llm.close()
+        gc.collect()
+        assert [w() for w in weights] == [None] * 3 and "closed" in repr(llm)
+        assert llm.stats().steps == steps and kept.traceback
+        assert ids(ask()) == want and isinstance(llm.backend, backend)
 
 
 def in_a_kernel(*cells):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib, threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -88,9 +89,7 @@ class ModelState(ModelEngines):
     logprobs_mode: str
     own: bool  # it loaded the model itself, and may give up its weights
     source: tuple[Any, ...]  # from which it loaded it
-    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    pooler: Pooler
     limits: Limits
     watchers: list[Callable]  # of its engines, and of requests: see `Engine`, `Delivery.mark`
     adapters: Adapters | None = None
@@ -108,6 +107,16 @@ class ModelState(ModelEngines):
     loaded = True  # whether its weights are there
     estimate = ""  # how its plans are less than exact
     loading_bytes = 0  # the most that its weights took while they were loaded
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        "The model; where `close` has given it back, its files are read again."
+        with no_collection():
+            return model_and_tokenizer(*self.source)[0]
+
+    @cached_property
+    def pooler(self) -> Pooler:
+        return Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
 
     @property
     def max_model_len(self) -> int | None:
@@ -184,7 +193,7 @@ class LoadedModel(ModelState):
         self.engines.open()
         self.proposer = make_proposer(self)
         trim_memory(cuda=False)  # what loading, trials and packing took and freed
-        self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
+        vars(self).pop("pooler", None)
         limits: dict[str, Any] = dict(self.asked_limits)
         if not self.can_generate:
             limits["max_model_len"] = limits["max_model_len"] or self.pooler.limit
@@ -305,6 +314,8 @@ class PromptLoop(PromptStream):
 # %% ../../nbs/2_core/base.ipynb #c4dbbd78
 def facts_of(llm: LoadedModel) -> dict[str, str]:
     "What `llm` is, in words."
+    if "model" not in vars(llm):
+        return dict(model="closed, its files are read again when it is used")
     name = short_name(getattr(llm.model.config, "_name_or_path", "") or type(llm.model).__name__)
     ids = "" if llm.tokenizer else ", ids in and ids out: it came without a tokenizer"
     return dict(
@@ -407,11 +418,9 @@ class Lifetime(Upkeep):
             self.trace().start()
 
     def close(self) -> None:
-        """Stop, and give back the memory of the cache; the next call takes it anew.
-
-        The weights go with the last reference to the `LLM`: `del llm`, and in a notebook
-        `%reset -f out` too, if a cell has shown it."""
-        self._close(drain=False)
+        """Stop, and give back the memory of the cache and, if `LLM` has loaded the model itself,
+        of its weights, whoever still refers to the `LLM`; the next call takes them anew."""
+        self._close(drain=False, weights=self.own)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -419,7 +428,7 @@ class Lifetime(Upkeep):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(drain=kind is None)
 
-    def _close(self, drain: bool) -> None:
+    def _close(self, drain: bool, weights: bool = False) -> None:
         self.stop(drain)
         with self._hold():
             keep_blocks(self.engines)
@@ -427,6 +436,10 @@ class Lifetime(Upkeep):
                 e.reset()
             if self.adapters is not None:
                 self.adapters.unload()
+            if weights:
+                self.engines.close()
+                for name in ("model", "pooler"):
+                    vars(self).pop(name, None)
         trim_memory()
 
 # %% ../../nbs/2_core/base.ipynb #98d42466

@@ -155,7 +155,7 @@ KINDS: dict[str, Any] = {  # what reads an argument, by the beginning of a type
 EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too little
     model=str,
     chat_template=plain_text,
-    dtype=("auto", "fp32", "bf16", "fp16"),
+    dtype=("auto", "fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
     strategy=("continuous", "loop", "static", "bucketed", "prefix"),
     quantization=("int8", "w4a8"),
     speculation=("lookup",),
@@ -342,7 +342,9 @@ class EmbedFlags(Command, SaidFlags, TracedFlags):
     dimensions: int | None = None  # keep only so many numbers of each vector, the first ones
     # scale vectors to length 1 (default: as the model's folder says)
     normalize: bool | None = None
-    truncate: bool = False  # cut a text that is longer than the model takes (default: it fails)
+    # cut a longer text to so many tokens; alone, and -1 or auto: to as many as the model takes
+    # (default: it fails)
+    truncate_prompt_tokens: int | None = None
     # name of the model's prompt that goes before each text, such as query
     prompt_name: str | None = None
     # how the states of tokens become one vector (default: the model's own way)
@@ -611,6 +613,10 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     return top.error(f"unknown command {name!r:.60}{meant}")
 
 
+# --truncate of `embed` without a number, maybe before a text
+ALONE = re.compile(r"--truncate(-prompt-tokens)? (?!(-?\d+|auto)\Z).*", re.S)
+
+
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after
     --help and --version."""
@@ -623,7 +629,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         add_idle(parser)
     if command in ("generate", "embed"):
         cut = rest.index("--") if "--" in rest else len(rest)
-        parser.parse_intermixed_args(rest[:cut], args)  # flags may stand between prompts
+        flags = [
+            f"{a}=auto" if command == "embed" and ALONE.fullmatch(f"{a} {b}") else a
+            for a, b in itertools.pairwise([*rest[:cut], ""])
+        ]
+        parser.parse_intermixed_args(flags, args)  # flags may stand between prompts
         after = [*map(plain_text, rest[cut + 1 :])]
         if command == "embed":
             args.texts = [*args.texts, *after]

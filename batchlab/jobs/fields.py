@@ -270,7 +270,8 @@ def columns_of(job: JobOutput) -> Columns | None:
             known = (n for n in ("prompt", "text", "input") if n in names)
             job.prompt_column = next(known, "prompt")
         # records of a table get them at the end
-        own = dict(text=not table.schema, keep=job.output is not None and not job.to_table)
+        keep = job.output is not None and not job.to_table
+        own = dict(text=not table.schema, structs=table.schema is not None, keep=keep)
     elif usual and job.id_column == "custom_id" and not job.setting_columns:
         return None
     elif job.line_form == "batch" or job.input_kind == "txt":
@@ -330,8 +331,9 @@ def input_remarks(job: JobOutput) -> Iterator[str]:
             yield remark.said(job.spell)
     texts = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
     ours = {*(ANSWER if job.to_table else RECORD)} - (texts if job.embed else set())
-    shown = [f"{k} as {v}" for k, v in job.names.renamed.items() if k in ours]
-    if shown and job.names.columns & ours:
+    renamed = {k: v for k, v in job.names.renamed.items() if v != job.output_column}
+    shown = [f"{k} as {v}" for k, v in renamed.items() if k in ours]
+    if shown:
         yield COLUMNS_REMARK % ", ".join(shown)
     if job.from_table and not job.embed and columns and columns.alike:
         yield settings_remark(columns.alike).said(job.spell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['BROKEN', 'cant_read', 'read_raw']
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000026
-import csv, errno, itertools, json, lzma, os, re, zlib
+import csv, errno, itertools, json, lzma, math, os, re, zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +59,21 @@ def prompt_line(raw: bytes) -> bytes:
     return raw
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    "The JSON object of `pairs`. Raises `ValueError` for a key that stands there twice."
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [k for k, _ in pairs]
+        twice = next(k for k in keys if keys.count(k) > 1)
+        raise ValueError(f"{twice!r:.60} stands twice in one object")
+    return found
+
+
+def finite(text: str) -> float | str:
+    "The JSON number `text`, or where no float is as large the text itself."
+    return v if math.isfinite(v := float(text)) else text
+
+
 def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
     """As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for
     one that is broken."""
@@ -67,7 +82,7 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
         yield from read_lines(f, LONGEST_LINE)
     else:
         try:
-            items = json.load(f)
+            items = json.load(f, object_pairs_hook=unique_keys, parse_float=finite)
         except (ValueError, RecursionError) as e:
             raise JobError(
                 f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"
@@ -104,6 +119,8 @@ def read_raw(
             table = TableFile(name, kind, text_form)
             read = columns or Columns(table.names, name, text=not table.schema)
             for number, cells, why in table.rows(None if read.keep else read.needed):
+                if read.text and not why and None in cells.values():
+                    read.short = read.short or number
                 row = read.row(cells)
                 yield number, row._replace(failure=f"not CSV ({why})") if why else row
             return

@@ -8,9 +8,10 @@ from __future__ import annotations
 import bz2, codecs, csv, gzip, io, itertools, json, lzma, math, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import JobError, Message, Option, near_name, whole_number
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 # %% auto #0
-__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS',
-           'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS', 'COLUMNS_REMARK', 'UNNAMED', 'encode_json',
-           'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'unpacked', 'opener', 'suffix_of', 'file_kind', 'opener_of',
-           'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text', 'free_name', 'unique_names',
-           'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'formatted',
-           'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk', 'settings_remark', 'check_setting',
-           'AnswerNames', 'Row', 'from_json', 'setting_of', 'ColumnNames', 'Columns', 'json_value', 'kept_cells',
-           'whole', 'table_rows', 'flat', 'record_of_rows', 'kind_of', 'type_of', 'cast', 'readable', 'AnswerRows',
+__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_MARKS', 'ONLY_PADS', 'INT', 'FLOAT', 'TRUTH',
+           'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS',
+           'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'unpacked',
+           'opener', 'suffix_of', 'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet',
+           'encoding_of', 'opened_text', 'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file',
+           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'formatted', 'can_format', 'Template', 'literal',
+           'is_setting_name', 'no_talk', 'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json',
+           'without_gaps', 'setting_of', 'ColumnNames', 'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows',
+           'flat', 'record_of_rows', 'kind_of', 'kind_of_text', 'type_of', 'cast', 'readable', 'AnswerRows',
            'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
@@ -178,13 +180,32 @@ def need_parquet() -> Any:
     return pq
 
 
-def encoding_of(start: bytes, path: str | Path) -> str:
-    """The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark
-    says. Raises `JobError`."""
-    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "utf-32"
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
+BYTE_ORDER_MARKS = {  # of which encoding; UTF-32 first, as UTF-16's begins likewise
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+    codecs.BOM_UTF8: "utf-8-sig",
+}
+
+
+def encoding_of(start: bytes, path: str | Path, given: str | None = None) -> str:
+    """The encoding of file `path`, which begins with bytes `start`: what its byte order mark
+    says, else `given`, else UTF-8. Raises `JobError`, also if the first two contradict."""
+    known = codecs.lookup(given or "utf-8").name
+    mark = next((name for bom, name in BYTE_ORDER_MARKS.items() if start.startswith(bom)), None)
+    if mark:
+        if given and not known.startswith(mark.removesuffix("-sig")):
+            raise JobError(
+                "{path} begins with the byte order mark of {mark}, and {given} was given: leave "
+                "that out for this file",
+                path=path,
+                mark=mark.removesuffix("-sig").upper(),
+                given=Option("encoding", given),
+            )
+        return mark
+    if given:
+        return "utf-8-sig" if known == "utf-8" else given
     for first, name in (1, "utf-16-le"), (0, "utf-16-be"):
         half = start[first:200:2]
         if len(half) > 1 and half.count(0) * 2 > len(half):
@@ -193,15 +214,19 @@ def encoding_of(start: bytes, path: str | Path) -> str:
 
 
 def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
-    """Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for
-    a plain text as its first bytes say. Raises `JobError`."""
-    if not encoding and file_kind(name) == "txt":
-        encoding = encoding_of(f.peek(2**10), name)  # type: ignore[attr-defined]
-    if encoding in (None, "utf-8-sig"):
+    """Text file `f` as a reader of bytes of UTF-8 whose lines end in a line feed, whatever its
+    `encoding`; None: UTF-8, or for a plain text as its first bytes say. Raises `JobError`."""
+    if encoding or file_kind(name) == "txt":
+        encoding = encoding_of(f.peek(2**10), name, encoding)  # type: ignore[attr-defined]
+    if encoding not in (None, "utf-8-sig"):
+        text = io.TextIOWrapper(f, encoding, newline="")
+        chunks = iter(lambda: text.read(2**16).encode("utf-8", "surrogatepass"), b"")
+        f = io.BufferedReader(Chunks(chunks, text))
+    start = f.peek(2**10)  # type: ignore[attr-defined]
+    if b"\n" in start or b"\r" not in start[:-1]:
         return f
-    text = io.TextIOWrapper(f, encoding)
-    chunks = iter(lambda: text.read(2**16).encode("utf-8", "surrogatepass"), b"")
-    return io.BufferedReader(Chunks(chunks, text))
+    lines = (chunk.replace(b"\r", b"\n") for chunk in iter(lambda: f.read(2**16), b""))
+    return io.BufferedReader(Chunks(lines, f))  # of an old Mac
 
 
 def free_name(name: str, taken: Collection[str], mark: str = "_", first: int = 2) -> str:
@@ -234,13 +259,17 @@ class TextForm(NamedTuple):
         "The form of file `path`: what is not given is found in its beginning. Raises `JobError`."
         with opener_of(path)(path, "rb") as f:
             start = f.read(2**16)
-        encoding = self.encoding or encoding_of(start, path)
-        header = [*start.decode(encoding, "replace").splitlines(True), ""][0]
-        delimiter = self.delimiter or ("\t" if kind == "tsv" else ",")
+        encoding = encoding_of(start, path, self.encoding)
+        text = start.decode(encoding, "replace")
+        excel = re.match('"?sep=(.)"?\r?\n', text)  # its own first line
+        said = excel[1] if excel else None
+        bare = re.sub('"[^"]*"', "", text) if self.quotes else text
+        header = re.split("(?<=\n)|(?<=\r)(?!\n)", bare, maxsplit=1)[0]
+        delimiter = self.delimiter or said or ("\t" if kind == "tsv" else ",")
         guessed: dict[str, str] = {}
         if not self.encoding and encoding != "utf-8-sig":
             guessed["encoding"] = f"as {encoding.upper()}, as its first bytes say"
-        if not self.delimiter and kind != "tsv" and "," not in header:
+        if not (self.delimiter or said) and kind != "tsv" and "," not in header:
             delimiter = max(",;\t", key=header.count)
             if delimiter != ",":
                 mark = "semicolons" if delimiter == ";" else "tabs"
@@ -296,6 +325,8 @@ def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:
                     f"{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) "
                     "reads all as they are"
                 )
+        if not number and row in ([f"sep={form.delimiter}"], ["sep=", ""]):  # Excel's mark
+            continue
         if row != [] or not number:
             yield row
             number += 1
@@ -399,6 +430,9 @@ def is_missing(v: Any) -> bool:
 class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
+
+ONLY_PADS = re.compile(r".?[<>^][1-9]?\d*s?")  # what a format says of any text
+
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e016-1
 def formatted(v: Any, how: str | None, spec: str | None) -> str:
     "`v` as `str.format` writes it for `{v!how:spec}`. Raises `ValueError`, `TypeError`."
@@ -461,7 +495,8 @@ class Template:
             advice = self.spell(Option("empty", ""))
             raise MissingCell(f"column {name!r} is empty: {advice} lets it be")
         try:
-            return formatted(literal(v) if spec and isinstance(v, str) else v, how, spec)
+            number = spec and isinstance(v, str) and not ONLY_PADS.fullmatch(spec)
+            return formatted(literal(v) if number else v, how, spec)
         except (ValueError, TypeError) as e:
             raise MissingCell(
                 f"column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})"
@@ -474,7 +509,7 @@ TRUTH = {k: k[0] in "tT" for k in "True true TRUE False false FALSE".split()}
 
 
 def literal(text: str) -> int | float | bool | str:
-    """The number or truth value that `text` in a CSV stands for, if nothing of it is lost; else
+    """The number or truth value that `text` in a CSV stands for, if it has the same value; else
     `text`."""
     if text in TRUTH:
         return TRUTH[text]
@@ -517,7 +552,7 @@ OURS = {  # names that a record or a table of answers has
     "id",
     "response",
 }
-COLUMNS_REMARK = "columns of the input keep their names; the answers' stand there as others: %s"
+COLUMNS_REMARK = "the input has columns of the same names, so the answers' are renamed: %s"
 
 
 def is_setting_name(name: str) -> bool:
@@ -644,16 +679,24 @@ class Row(NamedTuple):
 
 
 def from_json(name: str, text: str, strict: bool = True) -> Any:
-    """The value in column `name`, JSON as `text`; if not `strict`, text that is none may be a truth
-    value, or itself. Raises `MissingCell`."""
+    """The value in column `name`, JSON as `text`, or a truth value as pandas writes it; if not
+    `strict`, text that is neither is itself. Raises `MissingCell`."""
     try:
         return json.loads(text)
     except RecursionError:
         raise MissingCell(f"column {name!r} is nested too deeply") from None
     except ValueError as e:
-        if not strict:
+        if not strict or text in TRUTH:
             return TRUTH.get(text, text)
         raise MissingCell(f"column {name!r} is not JSON ({e})") from None
+
+
+def without_gaps(v: Any) -> Any:
+    """Value `v` of an Arrow column without the fields that are None at any depth, as its own
+    objects lack them; a schema's `default` may be None."""
+    if isinstance(v, dict):
+        return {k: without_gaps(x) for k, x in v.items() if x is not None or k == "default"}
+    return [*map(without_gaps, v)] if isinstance(v, list) else v
 
 
 def setting_of(name: str, v: Any) -> Any:
@@ -677,7 +720,8 @@ class ColumnNames:
     `system`: a template too. `chat`: prompts are a user's message. `setting_columns`: settings
     of their row; all others are data, whatever they are called. `keep`: rows have all their
     `cells`. `empty`: what stands in a template for an empty cell. `spell`: how messages write an
-    option."""
+    option. `structs`: cells are Arrow's, whose objects have the fields of all others as None.
+    `short`: the first row with fewer cells than there are columns, 0 without one."""
 
     names: Sequence[str]
     where: str | Path = "the table"
@@ -691,6 +735,8 @@ class ColumnNames:
     keep: bool = False
     empty: str | None = None
     spell: Callable[[Option], str] = str
+    structs: bool = False
+    short: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         names, plain = self.names, self.prompt_template is None
@@ -741,9 +787,12 @@ class Columns(ColumnNames):
 
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
+        kept = self.kept(cells) if self.keep else None
+        if self.structs:
+            cells = {k: without_gaps(cells[k]) for k in self.needed}
         held = {k: v for k in self.needed if not is_missing(v := cells.get(k))}
         messages = held.get("messages") if self.talk else None
-        row = Row(custom_id=held.get(self.id_column), cells=self.kept(cells) if self.keep else None)
+        row = Row(custom_id=held.get(self.id_column), cells=kept)
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
             given = {k: setting_of(k, held[k]) for k in self.settings if k in held}
@@ -893,6 +942,14 @@ def kind_of(v: Any) -> str:
     return {bool: "bool", float: "double"}.get(type(v), "string")
 
 
+def kind_of_text(text: str | None) -> str:
+    "As `kind_of`, of a cell of a CSV: a number only where that is written again as `text` stands."
+    if not text:
+        return ""
+    kind = kind_of(found) if str(found := literal(text)) == text else "string"
+    return "big" if kind == "int64" else kind  # 1.0 is not written as 1
+
+
 def type_of(kinds: Collection[str]) -> str:
     "The Arrow type of a column whose values are of these `kinds`; '' if it holds nothing."
     kinds = {*kinds} - {""}
@@ -998,7 +1055,7 @@ class AnswerTable(AnswerRows):
 
     def _kind(self, column: str, v: Any) -> str:
         if column in self.text:
-            return kind_of(literal(v) if v else None)
+            return kind_of_text(v)
         vectors = column not in self.names.columns and self.names.ours(column) in VECTORS
         return "list" if vectors and isinstance(v, list) else kind_of(v)
 
@@ -1021,7 +1078,8 @@ def write_csv(table: AnswerTable, path: str | Path, name: str | Path) -> None:
     opened, mark = opener_of(name), "\t" if file_kind(name) == "tsv" else ","
     end = table.source.form.end if table.source else "\n"
     with opened(path, "wt", encoding="utf-8", errors="surrogateescape", newline="") as f:
-        out = csv.writer(f, delimiter=mark, lineterminator=end)
+        ended: Any = SimpleNamespace(write=lambda row: f.write(row.removesuffix("\r\n") + end))
+        out = csv.writer(ended, delimiter=mark, lineterminator="\r\n")  # marks that it quotes
         out.writerow(table.types)
         for row in table.rows():
             out.writerow(map(cell_text, map(row.get, table.types)))

@@ -202,7 +202,7 @@ def _apply_template(
     if options["continue_final_message"] and last["role"] == "assistant":
         last["content"] = own_thought(last.get("content"), goes_on=True)
     if cuts or allow_special:
-        if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
+        if max_len and chars_in(own) >= SHORT and not options.get("truncation"):
             text = apply(messages, **options | dict(tokenize=False, return_dict=False))
             check_length(tokenizer, text, max_len - 1)
         if not allow_special:
@@ -217,7 +217,7 @@ def _apply_template(
         if k in options and k not in options["chat_template"]:
             _say_unknown(k)
     text = render(own)
-    if max_len and chars_in(messages) >= SHORT:
+    if max_len:
         check_length(tokenizer, text, max_len - 1)
     return ids_apart(tokenizer, options["chat_template"], text, render, own)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from ..errors import ModelError, ModelNotFoundError, Option, UnsupportedModelError
 from ..machine import cache_dir, processor_flags
 from .gguf import GGUFFile
 from .gguf_model import architecture_of, read_model
@@ -147,6 +147,21 @@ def has_tokenizer(folder: Path) -> bool:
     return any(next(folder.glob(n), None) for n in names)
 
 
+def check_talks(path: Path) -> None:
+    """Raise `ModelError` unless a model, a folder or a `.gguf` file, names a chat template: it is
+    known before anything of it is loaded."""
+    config, option = path / "tokenizer_config.json", Option("chat_template")
+    if path.is_file():
+        with path.open("rb") as f:  # it begins with what it says of itself
+            known = b"tokenizer.chat_template" in f.read(2**26)
+    else:
+        text = config.read_text(encoding="utf-8") if config.exists() else ""
+        known = re.search('"chat_template": *[^n ]', text) or any(path.glob("*chat_template*"))
+    if not known:
+        advice = "give plain prompts, {option}, or use an instruct model"
+        raise ModelError(f"{{path}} has no chat template: {advice}", path=path, option=option)
+
+
 def has_weights(folder: Path) -> bool:
     """Whether every weight file that the folder's index names, or the one file of a small model,
     is there."""
@@ -226,6 +241,12 @@ def _auto_class(folder, config, architectures):
     )
 
 # %% ../../nbs/3_models/load.ipynb #ca84564b-2
+def _part_of(folder):
+    "What to give instead of `folder` where it is a part of a model, such as `1_Pooling`."
+    whole = folder.parent
+    return f", maybe its parent {whole}" if (whole / "config.json").exists() else ""
+
+
 def _load_config(folder):
     """The folder's configuration and the auto class for it. Raises `ModelNotFoundError`,
     `UnsupportedModelError`, `ModelError`."""
@@ -240,7 +261,7 @@ def _load_config(folder):
                 f"{str(folder)!r})"
             )
         raise ModelNotFoundError(
-            f"{folder} has no config.json: expected a folder written by save_pretrained"
+            f"{folder} has no config.json: expected a folder written by save_pretrained{_part_of(folder)}"
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -257,7 +278,7 @@ def _load_config(folder):
                 folder, f"model type {kind!r} needs code of its own, which is never run"
             ) from e
         if re.search("model.type", str(e)):
-            raise _unsupported(folder, f"unknown model type {kind!r}") from e
+            raise _unsupported(folder, f"unknown model type {kind!r}{_part_of(folder)}") from e
         raise ModelError(
             f"{file} has values that transformers refuses ({one_line(e)}): {_fix(folder)}"
         ) from e
