@@ -255,8 +255,12 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
         raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
-REMOVED: dict[str, str] = dict.fromkeys(  # names that there were: what to do instead
-    ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
+REMOVED: dict[str, str] = dict(  # names that there were: what to do instead
+    dict.fromkeys(
+        ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
+    ),
+    Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
+    Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
 )
 
 

@@ -328,17 +328,16 @@ import sys
 for missing in ('ipywidgets', 'IPython', 'comm'):
     sys.modules[missing] = None
     from batchlab import *
-    for name in ('LiveView', 'Playground', 'Scrubber'):
-        try: exec(f'from batchlab import {name}')
-        except ImportError as e: print(e)
+    try: from batchlab import LiveView
+    except ImportError as e: print(e)
     del sys.modules[missing]
 """
     out = python(code, cwd=tmp_path)
-    assert out.stdout.count("pip install 'batchlab[widgets]'\n") == 9, out.stderr
+    assert out.stdout.count("pip install 'batchlab[widgets]'\n") == 3, out.stderr
 
 
 def test_timeline_of_an_llm(llm, tmp_path):
-    from batchlab import LiveView, Playground, Scrubber, timeline
+    from batchlab import LiveView, timeline
     from batchlab.errors import PromptError, TraceError
 
     llm = LLM(llm.model, llm.tokenizer, max_num_seqs=4, compile=False)
@@ -356,16 +355,14 @@ def test_timeline_of_an_llm(llm, tmp_path):
     with always.trace():
         run(always, 3)
     assert always.recorder in always.watchers and "3 steps" in repr(always.recorder)
-    assert Scrubber(always).data["steps"]
+    assert timeline(always).svg
     with pytest.raises(PromptError, match="at least one prompt"):
         LiveView(llm)
-    Playground(llm).close()
 
 
 def test_cached_tokens_are_green(llm):
-    "Three identical prompts: in the timeline, the page, the scrubber's picture, and the live view."
+    "Three identical prompts: in the timeline, the page and the live view."
     from batchlab.view.pictures import timeline
-    from batchlab.view.scrubber import Scrubber
     from batchlab.view.tracefile import slot_runs
     from batchlab.view.viewer import letters
     from batchlab.view.widgets import Watch, watch_picture
@@ -384,16 +381,13 @@ def test_cached_tokens_are_green(llm):
     assert min(shares[1:]) > 0.9 and all(run.end - run.first == 1 for run in runs.values())
     assert sum("C" in letters(s) for s in trace.steps) == len({run.first for run in runs.values()})
     green = lambda svg: re.findall(r'<(?:path|rect) class="bl-cached"', svg) and ">cached" in svg
-    scrubber = Scrubber(trace, runs[1].first)
     watch = Watch(llm)
     for _ in range(3):
         watch.add(prompt, params)
     while llm.step():
         pass
     watch.trace.stop()
-    assert green(timeline(trace).svg) and green(scrubber.picture())
-    assert green(watch_picture(watch).svg)
-    scrubber.close()
+    assert green(timeline(trace).svg) and green(watch_picture(watch).svg)
 
 
 def defaults_in_readme():

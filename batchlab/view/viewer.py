@@ -794,7 +794,7 @@ def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
 def view_html(
     trace: Trace | dict | str | os.PathLike, title: str | None = None, step: int | None = None
 ) -> str:
-    """A trace as one HTML page, text: a scrubber over its steps, without server or network.
+    """A trace as one HTML page, text: a slider over its steps, without server or network.
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: the number of the one to
     begin at. Raises `TraceError` if it is no trace, or has no steps."""
