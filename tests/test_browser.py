@@ -335,11 +335,11 @@ def test_page_of_a_trace_without_texts(browser, trace, written):
 )
 def test_pictures_are_light_or_dark_as_the_page_is(browser, around, tone):
     "Whatever the reader's system says: a page's own scheme, JupyterLab's theme, VS Code's."
-    from batchlab.view.drawing import COLOURS, HTML_STYLE, grid
+    from batchlab.view.drawing import COLOURS, HTML_STYLE, bars
 
     system = None if around == "<html>" else "light" if tone else "dark"
     page = browser.new_page(color_scheme=system)
-    picture = grid(["x"], {"x": ("decode", "a place")}).svg
+    picture = bars(dict(x=dict(n=1)), dict(n=("decode", "a place")), "places").svg
     page.set_content(f"{around}<style>{HTML_STYLE}</style>{picture}")
     fill = page.evaluate("getComputedStyle(document.querySelector('.bl-decode')).fill")
     hex_of = "".join(f"{int(n):02x}" for n in re.findall(r"\d+", fill))

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import TraceError
 from .tracefile import Row, Trace, trace_of
-from .drawing import HTML_STYLE
-from ..llm.shown import esc
+from .drawing import HTML_STYLE, esc
 
 # %% auto #0
 __all__ = ['letters', 'roll_of', 'data_of', 'view_html', 'write_page', 'open_page']

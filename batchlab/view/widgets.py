@@ -18,8 +18,7 @@ from ..errors import PromptError
 from ..llm.inputs import as_list, params_for
 from ..api import LLM
 from ..core.params import SamplingParams
-from ..llm.shown import esc, panel_html
-from .drawing import HTML_STYLE, Canvas, Picture, heading, legend
+from .drawing import Canvas, Picture, esc, heading, legend, panel_html
 from .pictures import KINDS, draw_lanes, row_height
 from .trace import Recorder
 from .tracefile import slot_runs
@@ -325,7 +324,7 @@ class LiveWidgets(Panel):
         first = max(0, min(self.one.value, len(requests) - self.rows))
         shown = list(enumerate(requests))[first : first + self.rows]
         texts = "".join(request_html(i, r) for i, r in shown)
-        self.texts.value = panel_html(f"<style>{HTML_STYLE}</style>{texts}")
+        self.texts.value = panel_html(texts)
         self.pause.description = "Go on" if self.llm.paused else "Pause"
         for b in (self.pause, self.step, self.cancel):
             b.disabled = watch.done
