@@ -1,6 +1,6 @@
 "Tables in and out: every row, every column, in order, with its type; what a column is for; what is refused before anything runs."
 
-import bz2, csv, functools, gzip, json, lzma, os, random, subprocess, sys
+import csv, functools, gzip, json, os, random, subprocess, sys
 from pathlib import Path
 
 import pytest
@@ -404,6 +404,11 @@ Q = dict(prompt_column="question")
         ("input=semi.csv encoding=utf-99", "utf-99"),
         ("input=semi.csv delimiter=;;", "one character"),
         ("input=wide.csv", "UTF-16 utf-16-le"),
+        ("input=marked.txt", "UTF-16 (utf-16)"),
+        ("input=in.csv.xz", "pack it as .gz"),
+        ("input=in.txt.bz2", "pack it as .gz"),
+        ("prompt_column=question output=o.jsonl.xz", ".gz"),
+        ("prompt_column=question output=o.npy", ".parquet"),
         ("input=.", "no file"),
         ("input=quote.csv", "header, line 1"),
     ],
@@ -416,7 +421,8 @@ def test_mistakes_are_refused_and_leave_nothing(args, words):
     Path("semi.csv").write_text("id;q\n1;a\n")
     Path("quote.csv").write_text('"prompt,q\n1;a\n')
     Path("wide.csv").write_bytes("prompt\nGrüße\n".encode("utf-16-le"))
-    for name in ("t.xlsx", "t.feather", "t.docx", "cut.parquet"):
+    Path("marked.txt").write_bytes("Grüße\n".encode("utf-16"))
+    for name in ("t.xlsx", "t.feather", "t.docx", "cut.parquet", "in.csv.xz", "in.txt.bz2"):
         Path(name).write_bytes(b"PK\x03\x04xxxx")
     pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, ["prompt"] * 2), "twice.parquet")
     write_lines("p.jsonl", [dict(prompt="a")])
@@ -878,10 +884,10 @@ def test_a_result_that_is_called_as_a_column_of_the_input_stands_beside_it(sourc
     assert ask(f"in.{source}", name, postprocess=made).before == 2  # and it is known again
 
 
-@pytest.mark.parametrize("name", ["in.csv.gz", "in.csv.bz2", "in.csv.xz", "in.txt.bz2"])
+@pytest.mark.parametrize("name", ["in.csv.gz", "in.txt.gz"])
 def test_a_damaged_stream_behind_a_whole_one_is_an_error(name):
     "A file that was appended to: what follows the first stream is read or missed aloud; zeros at its end are padding."
-    pack = dict(gz=gzip.compress, bz2=bz2.compress, xz=lzma.compress)[name.split(".")[-1]]
+    pack = gzip.compress
     first = pack((b"" if ".txt" in name else b"prompt\n") + b"a\nb\n")
     second = pack(b"".join(b"row %d\n" % i for i in range(2000)))
     for damaged in (second[:-9], second[:40] + b"!!!!" + second[44:], b"no stream at all"):
@@ -904,11 +910,11 @@ def test_a_quote_that_ends_in_a_cell_fails_its_row_alone():
 @pytest.mark.parametrize("form", ["utf-8-sig", "utf-16", "utf-16-le", "cp1252"])
 @pytest.mark.parametrize("comma, end", [(";", "\r\n"), ("\t", "\n"), (",", "\n"), ("|", "\r\n")])
 def test_every_way_to_write_a_csv(form, comma, end):
-    "Semicolons, tabs and marks of an encoding are found, and said; what can't be found is given. Lines end as they did."
+    "Semicolons and tabs are found, and said; what can't be found is given. Lines end as they did."
     said, rows = [], [["id", "prompt"], ["1", "Grüße, Zoë; bis bald"], ["2", "x" * 30]]
     text = "".join(comma.join(f'"{c}"' for c in row) + end for row in rows)
     Path("in.csv").write_bytes(text.encode(form))
-    encoding = form if form in ("utf-16-le", "cp1252") else None
+    encoding = None if form == "utf-8-sig" else form
     delimiter = "|" if comma == "|" else None
     form_of = dict(encoding=encoding, delimiter=delimiter)
     assert ask("in.csv", "out.csv", say=said.append, **form_of).failed == 0
@@ -918,7 +924,6 @@ def test_every_way_to_write_a_csv(form, comma, end):
     for word, found in {
         "semicolons": comma == ";",
         "tabs": comma == "\t",
-        "UTF-16": form == "utf-16",
     }.items():
         assert any(word in s for s in said) == found
 
