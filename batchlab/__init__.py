@@ -49,7 +49,7 @@ __all__ = [
     "timeline",
     "run",
 ]
-_CALLS = "view.trace", "jobs.frames"  # register `trace` and `map`, which the API takes from above
+_CALLS = ("view.trace",)  # registers `trace`, which the API takes from above
 _lazy |= {  # not by *: widgets want a package of their own, and errors are caught by their base
     "LiveView": "view.widgets",
 } | dict.fromkeys(("JobError", "ModelError", "ParamError", "PromptError"), "errors")

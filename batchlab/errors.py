@@ -259,6 +259,7 @@ REMOVED: dict[str, str] = dict(  # names that there were: what to do instead
     dict.fromkeys(
         ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
     ),
+    map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
     Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
 )

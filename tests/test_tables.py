@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.errors import JobError, ParamError, PromptError
+from batchlab.errors import JobError, ParamError
 from batchlab.cli.flags import parser_of
 from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -561,90 +561,7 @@ def test_killed_while_the_table_is_written(monkeypatch, name):
     assert [r["id"] for r in read("out.parquet")] == [*range(9)] and left("out.parquet") == []
 
 
-# --- frames
-
-
-class Frame:
-    "A class of somebody's that gives and takes Arrow, as polars does."
-
-    def __init__(self, table):
-        self.table = table
-
-    def __arrow_c_stream__(self, requested_schema=None):
-        return self.table.__arrow_c_stream__(requested_schema)
-
-
-def test_frames_of_every_kind_give_the_same(caplog):
-    "Their own columns keep their names, and the answers' get others."
-    n = 20
-    cells = dict(lang=["de", ""] * 10, max_tokens=[1 + i % 3 for i in range(n)], error=range(n))
-    cells["text"] = ["mine"] * n
-    index = [f"k{i}" for i in range(n)]
-    frame = pd.DataFrame(dict(q=[f"ask {i / 7}" for i in range(n)], **cells), index=index)
-    table = pa.Table.from_pandas(frame, preserve_index=False)
-    frame.to_csv("in.csv", index=False)
-    args = dict(setting_columns=["max_tokens"])
-    params = dict(temperature=0, ignore_eos=True)
-    kinds = frame, table, table.to_pylist(), Frame(table)
-    pandas, arrow, rows, other = (llm().map(f, "{lang}: {q}", params, **args) for f in kinds)
-    ask_file = dict(model=llm(), prompt_template="{lang}: {q}", **args)
-    run("in.csv", "out.parquet", dict(ignore_eos=True), **ask_file)
-    assert isinstance(other, Frame) and other.table.equals(arrow) and arrow.to_pylist() == rows
-    names = ["q", *cells, "answer", *[*ANSWER][1:-1], "error_2"]
-    assert {*pandas.text} == {"mine"} and "text as answer" in caplog.text
-    assert [*pandas.index] == index
-    assert [*pandas.columns] == arrow.column_names == [*rows[0]] == names
-    tokens = pandas.completion_tokens
-    assert tokens.dtype == "Int64"
-    assert tokens.fillna(0).tolist() == [(1 + i % 3) * (i % 2 == 0) for i in range(n)]
-    texts = arrow["answer"].to_pylist()
-    assert [None if pd.isna(t) else t for t in pandas.answer] == texts
-    assert [r["answer"] for r in read("out.parquet")] == texts
-    assert frame.columns.tolist() == names[:5]  # the caller's own is untouched
-
-
-def test_a_frame_with_several_answers_and_functions(caplog):
-    frame = pd.DataFrame(dict(prompt=["a", None, "c"]), index=[7, 8, 9])
-    functions = dict(
-        size=lambda out: len(out.outputs[0].token_ids),
-        bad=lambda out: 1 // (1 - out.outputs[0].index),
-    )
-    params = dict(n=2, max_tokens=3, ignore_eos=True, logprobs=1)
-    made = llm().map(frame, None, params, output="answer", postprocess=functions)
-    assert [*made.index] == [7, 7, 8, 9, 9]
-    assert made["index"].fillna(-1).tolist() == [0, 1, -1, 0, 1]
-    assert made["size"].fillna(0).tolist() == [3, 3, 0, 3, 3]
-    assert made.error.notna().all()
-    assert "bad of the answer failed (ZeroDivisionError" in made.error.iloc[1]
-    assert isinstance(made.answer.iloc[1], str) and made.bad.iloc[0] == 1
-    assert "1 of 3 rows can not run, the first is row 2: the prompt is empty" in caplog.text
-    empty = llm().map(frame.iloc[:0])
-    assert len(empty) == 0 and [*empty.columns] == ["prompt", *ANSWER]
-
-
-A = pd.DataFrame(dict(prompt=["a"]))
-
-
-@pytest.mark.parametrize(
-    "frame, args, error, words",
-    [
-        ("text", {}, PromptError, "llm.generate takes prompts"),
-        (["text"], {}, PromptError, "llm.generate takes prompts"),
-        (Path("a.csv"), {}, PromptError, "batchlab.run takes files"),
-        (dict(prompt=["a"]), {}, PromptError, "pandas.DataFrame"),
-        (pd.Series(["a"]), {}, PromptError, "to_frame"),
-        (pd.DataFrame(dict(q=["a"])), {}, JobError, "no column 'prompt'"),
-        (A, dict(template="{x}"), JobError, "no column 'x'"),
-        (A, dict(sampling_params=dict(temprature=1)), ParamError, "temperature"),
-        (A, dict(system="x"), JobError, "chat=True"),
-        (A, dict(output="error"), ParamError, "another column of the answers"),
-        (A, dict(output="prompt"), ParamError, "a column of the frame"),
-        (pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]), {}, PromptError, "two columns"),
-    ],
-)
-def test_a_frame_that_is_none_is_refused(frame, args, error, words):
-    with pytest.raises(error, match=words):
-        llm().map(frame, **args)
+# --- functions of the answer
 
 
 def test_run_goes_on_and_keeps_what_functions_made():
@@ -745,9 +662,6 @@ def test_settings_of_columns_are_said():
     ask("in.csv", "set.csv", setting_columns=["max_tokens"])
     rows = read("set.csv")
     assert [r["completion_tokens"] for r in rows] == ["1", ""] and "max_tokens" in rows[1]["error"]
-    frame = pd.DataFrame(dict(prompt=["a"], temperature=[36.6], max_tokens=[1]))
-    frame = llm().map(frame, sampling_params=SHORT, setting_columns=["max_tokens"])
-    assert frame.completion_tokens[0] == 1 and frame.temperature[0] == 36.6
 
 
 def test_records_of_odd_cells():
@@ -760,16 +674,21 @@ def test_records_of_odd_cells():
     assert parse_line(1, row, "plain").ids == dict(custom_id=1)
 
 
-def test_maps_that_need_no_column_and_plain_values():
+def test_plain_values_of_functions():
     import numpy as np
 
-    one = lambda f: llm().map([dict(prompt="a")], None, SHORT, postprocess=f)[0]
-    assert len(llm().map(pd.DataFrame(dict(x=[1, 2])), "Tell a joke", SHORT)) == 2
-    made = one(lambda out: dict(size=np.int64(3), some=[np.float32(1)], none=float("nan")))
-    assert (made["size"], json.loads(made["some"])) == (3, [1.0]) and "none" in made
-    assert made["none"] is None
+    write("in.csv", [["prompt"], ["a"]])
+
+    def one(made):
+        "What the only answer has with what it `made`."
+        output = f"{len(os.listdir())}.parquet"
+        ask("in.csv", output, postprocess=lambda out: made)
+        return read(output)[0]
+
+    made = one(dict(size=np.int64(3), some=[np.float32(1)], none=float("nan")))
+    assert (made["size"], json.loads(made["some"]), made["none"]) == (3, [1.0], None)
     for name in ("id", "custom_id", "row", "line", "request_id"):
-        assert "column of the answer" in one(lambda out: {name: 1})["error"]
+        assert "column of the answer" in one({name: 1})["error"]
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet"])
@@ -1035,7 +954,6 @@ def test_an_empty_cell_may_stand_for_something():
     assert result.failed == 1 and "--" not in str(result)
     assert read("o.csv")[1]["error"].endswith("empty: empty='' lets it be")
     assert job("p.csv", empty="").failed == 0
-    assert llm().map([dict(a="y", n=None)], "{a} {n}", SHORT, empty="")[0]["error"] is None
 
 
 def test_a_summary_counts_what_was_cut_and_says_how_to_try_again():

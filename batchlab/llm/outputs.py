@@ -216,8 +216,7 @@ class Outputs(list[_R]):
         """A pandas `DataFrame` with a row for each answer. Its index is the place of its prompt
         or what `index`, such as `frame.index`, has there.
 
-        For a frame with the answers in new columns see `LLM.map`. `cumulative_logprob` and
-        `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
+        `cumulative_logprob` and `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
         another length, `ImportError` without pandas."""
         return as_frame(self, index)
 
