@@ -256,9 +256,13 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
 
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
 REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
-    beam_search="transformers' model.generate(num_beams=4) has it",
-    BeamSearchParams="transformers' model.generate(num_beams=4) has it",
+    dict.fromkeys(
+        ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
+    ),
     kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
+    map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
+    Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
+    Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
 )
 
 

@@ -11,7 +11,7 @@ from zlib import crc32
 
 from batchlab.core.batch import make_batch
 from batchlab.core.request import Request, RowOutput
-from batchlab.view.drawing import grid
+from grids import grid
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from invariants import check_invariants, check_pool  # noqa: F401

@@ -28,6 +28,9 @@ REMOVED = [  # the call, what it raises, the name at fault, what the advice name
     ),
     (lambda: LLM(small).verify(LLM(small).embed([5, 6])), ParamError, "outputs", "one text alone"),
     (lambda: LLM(small).beam_search([5]), RemovedAttribute, "beam_search", "num_beams"),
+    (lambda: LLM(small).map([dict(prompt="a")]), RemovedAttribute, "map", "llm.generate"),
+    (imported("Playground"), RemovedImport, "Playground", "LiveView"),
+    (imported("Scrubber"), RemovedImport, "Scrubber", "batchlab view"),
     (imported("BeamSearchParams"), RemovedImport, "BeamSearchParams", "num_beams"),
     (
         imported("BeamSearchParams", "batchlab.compat.vllm"),

@@ -39,7 +39,7 @@ from ..llm.loop import BackgroundLoop, Delivery, EngineSet, keep_blocks
 from ..llm.outputs import Outputs, RequestGroup, RequestOutput, Stats, StreamEvent
 from ..llm.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
 from ..llm.store import StoreOptions, check_store
-from ..llm.shown import CallBar, facts_html, megabytes
+from ..llm.shown import CallBar
 from ..machine import release_threads, trim_heap
 from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
 from ..models.fetch import short_name
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['CALLS', 'ModelEngines', 'ModelState', 'loading_peak', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop',
-           'facts_of', 'registered', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
+           'registered', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
 
 # %% ../../nbs/2_core/base.ipynb #9c61fad8
 class ModelEngines(BackgroundLoop):
@@ -311,23 +311,6 @@ class PromptLoop(PromptStream):
         log_failures(outs)
         return outs
 
-# %% ../../nbs/2_core/base.ipynb #c4dbbd78
-def facts_of(llm: LoadedModel) -> dict[str, str]:
-    "What `llm` is, in words."
-    if "model" not in vars(llm):
-        return dict(model="closed, its files are read again when it is used")
-    name = short_name(getattr(llm.model.config, "_name_or_path", "") or type(llm.model).__name__)
-    ids = "" if llm.tokenizer else ", ids in and ids out: it came without a tokenizer"
-    return dict(
-        model=f"{name}, {str(llm.model.dtype).removeprefix('torch.')} on {llm.device}{ids}",
-        weights=megabytes(llm.weights_bytes),
-        backend=repr(llm.backend).strip("<>"),
-        strategy=llm.strategy,
-        limits=str(llm.limits),
-        now=f"{len(llm.groups)} requests under way",
-        **({} if llm.adapters is None else {"adapters": str(llm.adapters)}),
-    )
-
 # %% ../../nbs/2_core/base.ipynb #559dc1f5
 CALLS: dict[str, Callable[..., Any]] = {}  # by names of methods: what a floor above does for them
 
@@ -343,13 +326,17 @@ class Upkeep(PromptLoop):
     "What a model with prompts under way shows of itself, and what can be done to it as a whole."
 
     def __repr__(self) -> str:
-        about, limits = facts_of(self), self.limits
+        limits, about = self.limits, "closed, its files are read again when it is used"
+        if model := vars(self).get("model"):
+            name = short_name(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+            ids = "" if self.tokenizer else ", ids in and ids out: it came without a tokenizer"
+            about = f"{name}, {str(model.dtype).removeprefix('torch.')} on {self.device}{ids}"
         most = limits.max_model_len
         context = f"{most:,} tokens of context" if most else "no limit of context"
-        return f"LLM({about['model']}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} slots, {context})"
-
-    def _repr_html_(self) -> str:
-        return facts_html(self, facts_of(self))
+        return (
+            f"LLM({about}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} "
+            f"slots, {context})"
+        )
 
     def stats(self) -> Stats:
         "The `Stats` of this moment."

@@ -138,7 +138,7 @@ def kind_in(path: Path, text: bool, form: str | None) -> str:
         return ""
     start = path.read_bytes()[: 2**10]
     end = next((end for end, mark in MARKS.items() if start.startswith(mark)), "")
-    if end == ".parquet":
+    if end not in ("", *OPENERS):
         return end
     with opener_of(f"x{end}")(path, "rb") as f:
         start = f.read(2**10).removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -255,7 +255,7 @@ class Command:
 
 class InputFlags:
     # file of requests: JSONL, plain or of OpenAI's Batch API, CSV, TSV, Parquet, or .txt with
-    # one prompt on each line; also compressed as .gz, .bz2 or .xz; - is standard input, which
+    # one prompt on each line; also compressed as .gz; - is standard input, which
     # is read to its end first
     input: File
 
@@ -329,13 +329,13 @@ class EmbedFlags(Command, SaidFlags, TracedFlags):
 
     texts: Texts  # the texts
     # file of texts: .txt with one on each line, JSONL with prompt, text or input, CSV, TSV,
-    # Parquet, or lines for /v1/embeddings; also compressed as .gz, .bz2 or .xz; - is standard
+    # Parquet, or lines for /v1/embeddings; also compressed as .gz; - is standard
     # input, which is read to its end first
     input: File | None = None
     # column of a table that has the text (default: prompt, text or input, whichever is there)
     prompt_column: str = "prompt"
-    # file for the vectors, in the order of the texts: .jsonl, .csv, .tsv, .parquet, or .npy, an
-    # array with a row for each text; - is standard output (the default)
+    # file for the vectors, in the order of the texts: .jsonl, .csv, .tsv or .parquet; - is
+    # standard output (the default)
     output: File | None = None
     # name of the column for the vector (default: embedding)
     output_column: str | None = None

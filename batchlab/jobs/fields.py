@@ -67,7 +67,7 @@ class JobInput:
     "The requests in file `input`, and how it is read. `embed` is asked of each plain prompt."
 
     # file of requests: JSONL, plain or of OpenAI's Batch API, CSV, TSV, Parquet, or .txt with
-    # one prompt on each line; also compressed as .gz, .bz2 or .xz
+    # one prompt on each line; also compressed as .gz
     input: str | Path
     _: KW_ONLY
     sampling_params: dict[str, Any] | None = None  # for what lines leave open
@@ -91,7 +91,7 @@ class JobInput:
     limit: int | None = None  # take only so many requests, the first ones
     # character between the cells of a CSV, such as ';' or tab (default: found in its header)
     delimiter: str | None = None
-    # encoding of a CSV or a text, such as cp1252 (default: UTF-8, or as its first bytes say)
+    # encoding of a CSV or a text, such as cp1252 (default: UTF-8)
     encoding: str | None = None
     quotes: bool = True  # quotes in a CSV or TSV enclose cells
     spell: Callable[[Option], str] = str  # how messages write an option, as in Python or a flag
@@ -204,8 +204,8 @@ class JobOutput(JobInput):
     """Where the answers of a `JobInput` go: to file `output`, failures to `error_file` (None:
     among the answers).
 
-    `output` '-' is standard output, which can't be read again, so such a run can't be resumed; in
-    .npy it is an array of vectors, in input order. `postprocess`: a function of a `RequestOutput`
+    `output` '-' is standard output, which can't be read again, so such a run can't be resumed.
+    `postprocess`: a function of a `RequestOutput`
     with one answer, whose dict is further columns (any other value is `result`), or a dict of
     column and function."""
 
@@ -299,15 +299,7 @@ def columns_of(job: JobOutput) -> Columns | None:
 # %% ../../nbs/6_jobs/fields.ipynb #e3d2332c
 def check_fits(job: JobOutput) -> None:
     "Raise `JobError` if the answers to lines of this form can't be had as `job` wants them."
-    batch, array = job.form == "batch", job.output and file_kind(job.output) == "npy"
-    if array and not (job.embed and not batch):
-        raise JobError(
-            f"{job.output}: an array is for the vectors of plain texts: give .jsonl, .csv or "
-            ".parquet"
-        )
-    given = Option("output_column", job.output_column)
-    if given.value is not None and array:
-        raise JobError("{given} is for files with columns: an array has none", given=given)
+    batch, given = job.form == "batch", Option("output_column", job.output_column)
     if given.value is not None and job.output and batch and not job.to_table:
         raise JobError(
             "{given} is for plain lines and tables: answers to lines of the Batch API have no "

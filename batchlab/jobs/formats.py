@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['BROKEN', 'cant_read', 'read_raw']
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000026
-import csv, errno, itertools, json, lzma, math, os, re, zlib
+import csv, errno, itertools, json, math, os, re, zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,7 +91,7 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
             yield number, encode_json(d).encode()
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000035
-BROKEN = OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError
+BROKEN = OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError
 
 
 def cant_read(name: str | Path, e: Exception, table: bool = True, number: int = 0) -> JobError:
@@ -187,22 +187,6 @@ def whole_file(path: str | Path) -> Iterator[str]:
             os.unlink(new)
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000045-1
-def write_vectors(records: Records, path: str) -> None:
-    """Write the vectors of plain `records` to `path` as an array of numpy, fp32, a row for each
-    record; of a failure NaN. Raises `ValueError`."""
-    import numpy as np
-
-    n, size = 0, 0
-    for _, d in records():
-        n, size = n + 1, size or len(d.get("embedding") or ())
-    if not size:
-        raise ValueError("there is no vector among the answers")
-    rows = np.lib.format.open_memmap(path, "w+", "float32", (n, size))
-    for i, (_, d) in enumerate(records()):
-        rows[i] = d.get("embedding") or np.nan
-    rows.flush()
-
-
 def export_records(
     records: Records,
     output: str | Path,
@@ -214,9 +198,7 @@ def export_records(
     kind = file_kind(output)
     try:
         with whole_file(output) as new:
-            if kind == "npy":
-                write_vectors(records, new)
-            elif kind == "parquet":
+            if kind == "parquet":
                 write_parquet(AnswerTable(records, source, names), new)
             elif kind in TABLES:
                 write_csv(AnswerTable(records, source, names), new, output)

@@ -356,7 +356,7 @@ def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
 def finish(job: Job, unsorted: bool) -> None:
     "Put the records of `job` in order, and make its output of them, if it is not that already."
     assert job.output is not None
-    journal, table = journal_of(job.output), file_kind(job.output) in {*TABLES, "npy"}
+    journal, table = journal_of(job.output), file_kind(job.output) in TABLES
     if job.ordered and unsorted:
         for path in has_records(None if job.output == "-" else journal, job.error_file):
             sort_records(path, job.names)

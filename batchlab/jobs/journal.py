@@ -377,7 +377,7 @@ def settings_file(output: str | Path) -> Path:
 def journal_of(output: str | Path) -> str:
     """The file that grows, record by record: `output` itself if it is plain JSONL, else one
     beside it."""
-    table = file_kind(output) in {*TABLES, "npy"} or Path(output).suffix.lower() in OPENERS
+    table = file_kind(output) in TABLES or Path(output).suffix.lower() in OPENERS
     return str(side_of(output) / "answers.jsonl") if table else str(output)
 
 
@@ -474,8 +474,6 @@ def table_records(output: str | Path, called: AnswerNames) -> Iterator[dict[str,
 def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[Found]:
     """Yield what `output` was made of, a table or a packed file, as `read_record` does. Raises
     `JobError` if a job did not make it."""
-    if file_kind(output) == "npy":
-        raise taken(output)
     packed = lambda: map(called.read, records_of(output))
     try:
         for d in table_records(output, called) if file_kind(output) in TABLES else packed():

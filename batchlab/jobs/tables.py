@@ -5,7 +5,7 @@
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import bz2, codecs, csv, gzip, io, itertools, json, lzma, math, re, string
+import codecs, csv, gzip, io, itertools, json, math, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_MARKS', 'ONLY_PADS', 'INT', 'FLOAT', 'TRUTH',
            'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS',
-           'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'unpacked',
-           'opener', 'suffix_of', 'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet',
-           'encoding_of', 'opened_text', 'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file',
-           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'formatted', 'can_format', 'Template', 'literal',
-           'is_setting_name', 'no_talk', 'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json',
-           'without_gaps', 'setting_of', 'ColumnNames', 'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows',
-           'flat', 'record_of_rows', 'kind_of', 'kind_of_text', 'type_of', 'cast', 'readable', 'AnswerRows',
-           'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
+           'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'suffix_of',
+           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text',
+           'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing',
+           'MissingCell', 'formatted', 'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk',
+           'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json', 'without_gaps', 'setting_of',
+           'ColumnNames', 'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'record_of_rows',
+           'kind_of', 'kind_of_text', 'type_of', 'cast', 'readable', 'AnswerRows', 'AnswerTable', 'cell_text',
+           'write_csv', 'arrow_schema', 'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
 class Chunks(io.RawIOBase):
@@ -53,45 +53,8 @@ class Chunks(io.RawIOBase):
         self.source.close()
         super().close()
 
-
-def unpacked(
-    file: IO[bytes], new: type[bz2.BZ2Decompressor] | type[lzma.LZMADecompressor]
-) -> Iterator[bytes]:
-    """Yield the bytes of packed `file`, stream after stream, each through a `new()`. Raises what
-    that raises, and `EOFError` for a stream without an end."""
-    stream, size = new(), 2**16
-    for packed in iter(lambda: file.read(size), b""):
-        while packed := packed if stream else packed.lstrip(b"\0"):
-            stream = stream or new()
-            yield stream.decompress(packed, size)
-            while not (stream.eof or stream.needs_input):
-                yield stream.decompress(b"", size)
-            packed = stream.unused_data
-            if stream.eof:
-                stream = None
-    if stream:
-        raise EOFError("it is cut off: its last stream has no end")
-
-
-def opener(
-    write: Callable[..., IO[Any]], new: type[bz2.BZ2Decompressor] | type[lzma.LZMADecompressor]
-) -> Callable[..., IO[Any]]:
-    "What opens packed files: to write as `write` does, to read through a `new()` for each stream."
-
-    def opened(name: str | Path, mode: str = "rb", **text: Any) -> IO[Any]:
-        if mode != "rb":
-            return write(name, mode, **text)
-        file = open(name, "rb")
-        return io.BufferedReader(Chunks(unpacked(file, new), file))
-
-    return opened
-
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008
-OPENERS: dict[str, Callable[..., IO[Any]]] = {
-    ".gz": gzip.open,
-    ".bz2": opener(bz2.open, bz2.BZ2Decompressor),
-    ".xz": opener(lzma.open, lzma.LZMADecompressor),
-}
+OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open}
 KINDS = {
     ".csv": "csv",
     ".tsv": "tsv",
@@ -103,7 +66,6 @@ KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".jsonlines": "jsonl",
-    ".npy": "npy",
 }
 TABLES = {"csv", "tsv", "parquet"}
 _PANDAS = "pandas.%s({0!r}).to_parquet({1!r}) makes one that can"
@@ -112,7 +74,7 @@ CONVERT = {
     **dict.fromkeys((".feather", ".arrow", ".ipc"), _PANDAS % "read_feather"),
     ".orc": _PANDAS % "read_orc",
     ".zip": "unpack it",
-    ".zst": "pack it as .gz, .bz2 or .xz, or unpack it",
+    **dict.fromkeys((".bz2", ".xz", ".zst"), "pack it as .gz, or unpack it"),
 }
 
 
@@ -123,8 +85,8 @@ def suffix_of(name: str | Path) -> str:
 
 
 def file_kind(name: str | Path) -> str:
-    """'csv', 'tsv', 'parquet', 'npy', 'txt', 'json' or 'jsonl', by the name of a file without
-    its compression."""
+    """'csv', 'tsv', 'parquet', 'txt', 'json' or 'jsonl', by the name of a file without its
+    compression."""
     return KINDS.get(suffix_of(name), "jsonl")
 
 
@@ -137,13 +99,13 @@ def check_input(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name`, or else its beginning, is that of a
     format that can be read."""
     suffix, start = suffix_of(name), b"?"
-    if suffix in KINDS and suffix != ".npy":
+    if suffix in KINDS:
         return
     if suffix not in CONVERT:
         try:
             with opener_of(name)(name, "rb") as f:
                 start = f.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
-        except (OSError, EOFError, lzma.LZMAError):
+        except (OSError, EOFError):
             return  # its reader reports what is wrong
     if start[:1] in (b"", b"{"):
         return
@@ -161,11 +123,12 @@ def check_output(name: str | Path) -> None:
     if suffix and (suffix not in KINDS or kind in ("txt", "json")):
         raise JobError(
             f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, "
-            "all but the last also .gz, .bz2 or .xz"
+            "all but the last also .gz"
         )
-    if kind in ("parquet", "npy") and opener_of(name) is not open:
-        why = "Parquet is compressed in itself" if kind == "parquet" else "an array is not packed"
-        raise JobError(f"{name}: {why}: give {Path(name).with_suffix('')}")
+    if kind == "parquet" and opener_of(name) is not open:
+        raise JobError(
+            f"{name}: Parquet is compressed in itself: give {Path(name).with_suffix('')}"
+        )
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012
 LONGEST_LINE = 2**25  # bytes, or characters of a cell
@@ -190,32 +153,28 @@ BYTE_ORDER_MARKS = {  # of which encoding; UTF-32 first, as UTF-16's begins like
 
 
 def encoding_of(start: bytes, path: str | Path, given: str | None = None) -> str:
-    """The encoding of file `path`, which begins with bytes `start`: what its byte order mark
-    says, else `given`, else UTF-8. Raises `JobError`, also if the first two contradict."""
+    """The encoding of file `path`, which begins with bytes `start`: the one `given`, else UTF-8.
+    Raises `JobError` if its byte order mark is another's, or if it looks like UTF-16."""
     known = codecs.lookup(given or "utf-8").name
     mark = next((name for bom, name in BYTE_ORDER_MARKS.items() if start.startswith(bom)), None)
-    if mark:
-        if given and not known.startswith(mark.removesuffix("-sig")):
-            raise JobError(
-                "{path} begins with the byte order mark of {mark}, and {given} was given: leave "
-                "that out for this file",
-                path=path,
-                mark=mark.removesuffix("-sig").upper(),
-                given=Option("encoding", given),
-            )
-        return mark
-    if given:
-        return "utf-8-sig" if known == "utf-8" else given
-    for first, name in (1, "utf-16-le"), (0, "utf-16-be"):
-        half = start[first:200:2]
-        if len(half) > 1 and half.count(0) * 2 > len(half):
-            raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
-    return "utf-8-sig"
+    if given and mark and not known.startswith(mark.removesuffix("-sig")):
+        raise JobError(
+            "{path} begins with the byte order mark of {mark}, and {given} was given: leave "
+            "that out for this file, or name another",
+            path=path,
+            mark=mark.removesuffix("-sig").upper(),
+            given=Option("encoding", given),
+        )
+    some = start[:200]
+    if not given and (mark not in (None, "utf-8-sig") or some.count(0) * 4 > len(some)):
+        name = mark or "utf-16-le or utf-16-be"
+        raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
+    return mark or (given if known != "utf-8" and given else "utf-8-sig")
 
 
 def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
     """Text file `f` as a reader of bytes of UTF-8 whose lines end in a line feed, whatever its
-    `encoding`; None: UTF-8, or for a plain text as its first bytes say. Raises `JobError`."""
+    `encoding`; None: UTF-8. Raises `JobError`."""
     if encoding or file_kind(name) == "txt":
         encoding = encoding_of(f.peek(2**10), name, encoding)  # type: ignore[attr-defined]
     if encoding not in (None, "utf-8-sig"):
@@ -266,25 +225,16 @@ class TextForm(NamedTuple):
         bare = re.sub('"[^"]*"', "", text) if self.quotes else text
         header = re.split("(?<=\n)|(?<=\r)(?!\n)", bare, maxsplit=1)[0]
         delimiter = self.delimiter or said or ("\t" if kind == "tsv" else ",")
-        guessed: dict[str, str] = {}
-        if not self.encoding and encoding != "utf-8-sig":
-            guessed["encoding"] = f"as {encoding.upper()}, as its first bytes say"
+        remarks: tuple[Message, ...] = ()
         if not (self.delimiter or said) and kind != "tsv" and "," not in header:
             delimiter = max(",;\t", key=header.count)
             if delimiter != ",":
                 mark = "semicolons" if delimiter == ";" else "tabs"
-                guessed["delimiter"] = f"with {mark} between cells, as its header says"
-        remarks = (
-            Message(
-                "{path} is read {found}: {other} reads it otherwise",
-                path=path,
-                found=found,
-                other=Option(option),
-            )
-            for option, found in guessed.items()
-        )
+                said = f"{{path}} is read with {mark} between cells, as its header says: "
+                said += "{other} reads it otherwise"
+                remarks = (Message(said, path=path, other=Option("delimiter")),)
         end = "\r\n" if header.endswith("\r\n") else "\n"
-        return TextForm(delimiter, encoding, self.quotes, end, tuple(remarks))
+        return TextForm(delimiter, encoding, self.quotes, end, remarks)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-3
 def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:

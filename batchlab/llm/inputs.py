@@ -73,8 +73,7 @@ def as_list(prompts: object, chat: bool = False) -> list:
     `PromptError` for a table."""
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise PromptError(
-            f"prompts are a {type(prompts).__name__}: give one column of it, as in "
-            "frame['prompt'], or see llm.map"
+            f"prompts are a {type(prompts).__name__}: give one column of it, as in frame['prompt']"
         )
     talk = (
         isinstance(prompts, (list, tuple))

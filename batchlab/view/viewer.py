@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import TraceError
 from .tracefile import Row, Trace, trace_of
-from .drawing import HTML_STYLE
-from ..llm.shown import esc
+from .drawing import HTML_STYLE, esc
 
 # %% auto #0
 __all__ = ['letters', 'roll_of', 'data_of', 'view_html', 'write_page', 'open_page']
@@ -795,7 +794,7 @@ def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
 def view_html(
     trace: Trace | dict | str | os.PathLike, title: str | None = None, step: int | None = None
 ) -> str:
-    """A trace as one HTML page, text: a scrubber over its steps, without server or network.
+    """A trace as one HTML page, text: a slider over its steps, without server or network.
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: the number of the one to
     begin at. Raises `TraceError` if it is no trace, or has no steps."""
