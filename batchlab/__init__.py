@@ -49,11 +49,9 @@ __all__ = [
     "timeline",
     "run",
 ]
-_CALLS = "view.trace", "jobs.frames"  # register `trace` and `map`, which the API takes from above
+_CALLS = ("view.trace",)  # registers `trace`, which the API takes from above
 _lazy |= {  # not by *: widgets want a package of their own, and errors are caught by their base
     "LiveView": "view.widgets",
-    "Playground": "view.widgets",
-    "Scrubber": "view.scrubber",
 } | dict.fromkeys(("JobError", "ModelError", "ParamError", "PromptError"), "errors")
 
 if TYPE_CHECKING:
@@ -80,9 +78,8 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from .view.pictures import timeline
-    from .view.scrubber import Scrubber as Scrubber
     from .view.tracefile import Trace
-    from .view.widgets import LiveView as LiveView, Playground as Playground
+    from .view.widgets import LiveView as LiveView
 
 
 def __getattr__(name: str):

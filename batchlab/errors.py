@@ -255,9 +255,14 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
         raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
-REMOVED: dict[str, str] = dict(  # names and flags that there were: what to do instead
-    beam_search="transformers' model.generate(num_beams=4) has it",
-    BeamSearchParams="transformers' model.generate(num_beams=4) has it",
+REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
+    dict.fromkeys(
+        ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
+    ),
+    kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
+    map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
+    Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
+    Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
 ) | {  # flags of one command
     "batchlab bench --sweep": "--contenders batchlab:max_num_seqs=8 batchlab compares numbers of slots",
     "batchlab bench --memory": "the second table has each engine's peak, and batchlab plan the parts",
@@ -301,9 +306,11 @@ def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(call)
     def checked(*args: Any, **given: Any) -> Any:
-        for k in given:
-            if k not in names and (near := near_name(k, names)):
-                what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
+        for k in given.keys() - set(names):
+            what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
+            if k in REMOVED:
+                raise TypeError(f"{what}: there was one, but {REMOVED[k]}")
+            if near := near_name(k, names):
                 raise TypeError(f"{what}. Did you mean {near!r}?")
         return call(*args, **given)
 
@@ -334,6 +341,7 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
             gone = REMOVED.get(f"{self.prog} {found[1]}")
+            gone = gone or REMOVED.get(found[1][2:].replace("-", "_"))
             meant = f": there was one, but {gone}" if gone else self.meant(found[1])
             message = f"unknown flag {found[1]}{meant}"
         raise JobError(f"{message} (see {self.prog} --help)")
@@ -341,6 +349,6 @@ class OneLineParser(argparse.ArgumentParser):
     def meant(self, flag: str) -> str:
         "What was probably meant by an unknown `flag`; '' if there is no guess."
         flags = self._option_string_actions
-        longer = [option for option in flags if option.startswith(f"{flag}-")]
+        longer = [option for option in flags if flag[2:] and option.startswith(flag)]
         near = longer or get_close_matches(flag, flags, 1, 0.75)
         return f", did you mean {near[0]}?" if near else ""

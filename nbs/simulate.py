@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections import namedtuple
+from collections import Counter, namedtuple
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from zlib import crc32
 
 from batchlab.core.batch import make_batch
-from batchlab.core.request import RowOutput
-from batchlab.view.drawing import grid
+from batchlab.core.request import Request, RowOutput
+from grids import grid
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from invariants import check_invariants, check_pool  # noqa: F401
@@ -136,6 +136,32 @@ def simulate(s, requests, at=None, check=None, limit=20_000):
 
 
 run = partial(simulate, check=check_invariants)  # all books are read at every step
+
+
+def beside_a_batch(s, pace, clients, prompt, line, seconds=60):
+    """Clients that each send a prompt of so many tokens and read 30, one after the other, beside lines of `(prompt, answer)` tokens.
+
+    `pace`: of the lines, on a clock that goes 7.5 ms a step and half a millisecond a position. Counts, and the lines' part of the time, by their part of each step's positions."""
+    waits, lines, done, late, clock = [None] * clients, [], Counter(), 0.0, 0.0
+    new = lambda n, *how, **more: s.add(Request(str(s.arrivals), [s.arrivals] * n, *how, **more))
+    while clock < seconds:
+        for i, r in enumerate(waits):
+            if r is None or r.finish_reason:
+                done["online requests answered"] += r is not None
+                waits[i] = new(prompt, 30, online=True)
+        done["lines answered"] += sum(r.finish_reason is not None for r in lines)
+        lines = [r for r in lines if not r.finish_reason]
+        while len(lines) < s.max_num_seqs + 1:
+            lines.append(new(*line, priority=10**6, preemptible=True))
+        s.allowance = pace.allowance(s.has_others)
+        if pace.owed > 0:
+            s.lift()
+        plan = s.schedule()
+        s.update(plan, [RowOutput([7] * row.samples) for row in plan.rows])
+        pace.note(*s.shares, took := 0.0075 + 0.0005 * plan.num_tokens)
+        clock += took
+        late += took * s.shares[2] / max(1, plan.num_tokens)
+    return {**done, "part of the time for lines": late / clock}
 
 
 def ids(rng, low, high):

@@ -115,6 +115,16 @@ def need_same_bits(backend):
         pytest.skip(f"no kernels: {backend.why}")
 
 
+def step_of(s):
+    "A checked step of scheduler `s`, in which each row that samples gets a token: its plan."
+    from batchlab.core.request import RowOutput
+    from invariants import check_invariants
+
+    check_invariants(s, plan := s.schedule())
+    s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
+    return plan
+
+
 NO_KERNELS = "plain torch runs the model, "
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+from batchlab.core import scheduler
+
 
 def check_pool(pool):
     "Raise `AssertionError` unless the books of `pool` agree with each other."
@@ -126,7 +128,8 @@ def check_rows(s, plan):
         wanted = sum(r.num_pending for r in s.running if not r.preemptible) + min(wait, most)
         drafts = sum(len(row.draft_ids) for row in plan.rows)
         known = plan.num_tokens - drafts
-        assert plan.preempted or known == min(wanted, s.max_num_batched_tokens), (
+        due = min(wanted, s.max_num_batched_tokens)
+        assert plan.preempted or known == due or known < due and check_prompts(s, plan), (
             "some of the budget is unused"
         )
         assert not (plan.preempted and drafts), "drafts where memory is short"
@@ -136,9 +139,32 @@ def check_rows(s, plan):
         )
 
 
+def check_prompts(s, plan):
+    """Beside answers that somebody waits for, prompts have no more than their part of a step, and the first of those under way half of it.
+
+    Whether there is such a limit, and all of it is used."""
+    awaited = [r.online or r.preemptible for r in [*s.running, *s.waiting]]
+    theirs = {row.request: row.n_tokens for row in plan.rows if not row.request.preemptible}
+    prompts = {r: n for r, n in theirs.items() if r.num_pending > 1 or r in plan.admitted}
+    waited = [r for r in [*s.waiting, *plan.admitted] if not r.preemptible]
+    others = [r for r in s.running if r.num_pending > 1 and not r.preemptible]
+    under_way = [r for r in others if r not in plan.admitted]
+    beside = s.chunked and any(awaited) and (len(theirs) > len(prompts) or waited and under_way)
+    most = max(scheduler.BESIDE, s.max_num_batched_tokens // 4) if beside else math.inf
+    total = sum(prompts.values())
+    if s.chunked and all(awaited) and not plan.preempted:
+        assert total <= most, "prompts have too much of a step beside others"
+        first = min(under_way, key=lambda r: r.rank, default=None)
+        assert first is None or 2 * prompts[first] >= min(2 * first.num_pending, total), (
+            "the first prompt under way has less than half"
+        )
+    lines = sum(row.n_tokens for row in plan.rows if row.request.preemptible)
+    return total + lines >= most
+
+
 def check_invariants(scheduler, plan):
     """Raise `AssertionError` unless `plan` and the state of `scheduler` are right, at every point that can be checked.
 
     To be called between `schedule` and what changes the state next: `update`, `finish`, `preempt` or `add`."""
-    for check in (check_requests, check_blocks, check_rows):
+    for check in (check_requests, check_blocks, check_rows, check_prompts):
         check(scheduler, plan)

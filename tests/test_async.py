@@ -310,6 +310,15 @@ def test_two_share_one_engine():
     own.close()
 
 
+def test_somebody_waits_for_what_an_event_loop_asks(llm):
+    "The scheduler is told so of these requests alone: a job's steps stay large."
+    queued = []
+    llm.llm.watchers.append(lambda _, event, x: event == "queued" and queued.append(x.online))
+    run(last(llm.generate([5, 6], greedy(1))))
+    llm.llm.generate([[5, 7]], greedy(1))
+    assert queued == [True, False]
+
+
 def test_a_timeout_counts_from_the_call():
     llm = few(1)
 

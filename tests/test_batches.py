@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 from batchlab.errors import JobError
+from batchlab.jobs import job
 from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pacing import Pace
+from batchlab.core import scheduler
 from batchlab.core.params import SamplingParams
 from batchlab.core.request import Request, RowOutput
 from batchlab.core.scheduler import Scheduler
 from batchlab.llm.rectangle import PaddedScheduler
-from helpers import until
+from helpers import ROOT, step_of, until
 from invariants import check_invariants
 from batchlab.view.tracefile import trace_of
 from batchlab.serve import batches
@@ -35,6 +37,9 @@ httpx, fastapi, uvicorn, openai = [
     for name in ("httpx", "fastapi", "uvicorn", "openai")
 ]
 from batchlab.serve.routes import batch_router
+
+sys.path.append(str(ROOT / "nbs"))
+from simulate import beside_a_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -909,11 +914,13 @@ def test_a_record_is_one_line_for_every_reader(server):
         assert "\u00e9\U0001f99c" in content.text
 
 
-def step_of(s):
-    "A step of scheduler `s`, in which each row that samples gets a token: its plan."
-    check_invariants(s, plan := s.schedule())
-    s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
-    return plan
+def test_the_log_says_how_a_batch_gets_on(tmp_path, monkeypatch):
+    "A line for each time that its progress is looked at, which is every half minute."
+    monkeypatch.setattr(job, "Progress", functools.partial(job.Progress, every=0))
+    said = []
+    with serving(tmp_path / "data", say=said.append) as server:
+        id = server.run([ask(i) for i in range(5)])["id"]
+    assert re.match(rf"{id}: [0-5] of 5 done, 0 failed, ", said[0])
 
 
 def drawn_scheduler(rng, seats):
@@ -925,9 +932,10 @@ def drawn_scheduler(rng, seats):
     return Scheduler(*limits, block_size=size, **how), "max_kv_tokens" in how
 
 
-def test_a_preemptible_request_makes_way():
+def test_a_preemptible_request_makes_way(monkeypatch):
     "Drawn mixes of requests, with an allowance that changes or without; every plan is checked, and who makes way loses none of its tokens."
     preempted = stood = 0
+    monkeypatch.setattr(scheduler, "BESIDE", 8)
     for seed in range(60):
         rng = random.Random(seed)
         s, scarce = drawn_scheduler(rng, rng.choice([1, 2, 3, 6]))
@@ -938,12 +946,14 @@ def test_a_preemptible_request_makes_way():
             while coming and coming[-1][0] <= step:
                 late = coming.pop()[1]
                 ids = [rng.choice([1, 2]) for _ in range(rng.choice([1, 3, 20, 50]))]
-                how = dict(priority=1000 * late, preemptible=late)
+                how = dict(priority=1000 * late, preemptible=late, online=not late)
                 r = Request(str(len(requests)), ids, rng.randint(1, 20), **how)
                 requests.append(s.add(r))
             if seed % 2:
                 some = rng.random() < 0.8 or not s.has_others
                 s.allowance = rng.choice([None, 1, 2, 5, 30]) if some else 0
+            if rng.random() < 0.02:
+                s.lift()
             check_invariants(s, plan := s.schedule())
             assert scarce or all(x.preemptible for x in plan.preempted)
             late = [row.n_tokens for row in plan.rows if row.request.preemptible]
@@ -1053,12 +1063,72 @@ def test_the_pace_forgets_one_slow_step_and_learns_a_slower_machine():
 
 
 def test_prompts_one_after_the_other_do_not_stop_the_lines():
-    "Steps with prompts teach nothing; lines go on beside them, also where nothing is known yet."
-    pace, got = Pace(), []
-    for _ in range(100):
-        got.append(pace.allowance(True))
-        pace.note(200, 2, got[-1], 0.1)
-    assert pace.base is None and got[:3] == [0, 0, 0] and sum(p > 0 for p in got) > 70
+    "Steps with prompts teach nothing; lines have a tenth beside them, also where nothing is known yet, or after a night of their own."
+    pace = Pace()
+    for _ in range(2):
+        got = []
+        for _ in range(100):
+            got.append(pace.allowance(True))
+            pace.note(200, 2, got[-1], 0.1)
+        assert got[:2] == [0, 23] and 0.095 < sum(got) / (20_000 + sum(got)) < 0.105
+        paced(pace, 0, 1500, costs)
+        assert pace.owed == -pace.quiet
+
+
+@pytest.mark.parametrize(
+    "slots, memory, clients, prompt, line, least",
+    [
+        (
+            64,
+            None,
+            6,
+            2000,
+            (40, 30),
+            0.095,
+        ),  # slots and memory are free: long prompts take the steps
+        (16, 5440, 6, 2000, (40, 30), 0.095),  # no memory is
+        (64, None, 90, 60, (40, 30), 0.095),  # no slot is
+        (8, None, 20, 60, (40, 30), 0.095),
+        (1, None, 3, 60, (40, 30), 0.095),
+        (16, 5440, 6, 2000, (4000, 30), 0.095),  # a line takes most of the memory
+        (
+            16,
+            None,
+            20,
+            2000,
+            (40, 30),
+            0.055,
+        ),  # long prompts in all slots: four of these are theirs
+    ],
+)
+def test_lines_have_a_tenth_of_the_time_whatever_comes(slots, memory, clients, prompt, line, least):
+    "Online requests that keep coming lose no more than that, and without the floor the lines stand nearly still."
+    without, beside = (
+        beside_a_batch(Scheduler(slots, 512, memory), Pace(floor=floor), clients, prompt, line, 120)
+        for floor in (0, 0.1)
+    )
+    part, online = "part of the time for lines", "online requests answered"
+    assert without[part] < 0.01 and least < beside[part] < 0.11
+    assert beside["lines answered"] > 0 and beside[online] > 0.85 * without[online]
+
+
+def test_a_lifted_request_stays_until_it_ends():
+    "The first that may be preempted gets a slot before all that wait, and keeps it; one at a time, in a quarter of the slots."
+    night = [Request(f"night {i}", [i], 30, priority=9, preemptible=True) for i in range(3)]
+    day = [Request(f"day {i}", [9, i], 10, online=True) for i in range(30)]
+    s = Scheduler(4, 16, block_size=16)
+    for r in [*day[:6], *night]:
+        s.add(r)
+    step_of(s)
+    s.lift()
+    s.lift()
+    assert [r.request_id for r in s.waiting] == ["night 0", "day 4", "day 5", "night 1", "night 2"]
+    for r in day[6:]:
+        s.add(r)
+        step_of(s)
+    assert night[0] in s.running and not night[0].num_preemptions and not night[1].output_ids
+    s.lift()  # a quarter of four is given away
+    assert s.waiting[-2:] == night[1:]
 
 
 @pytest.fixture

@@ -16,17 +16,12 @@ CELLS = [
 from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
-from batchlab.view.scrubber import Scrubber
-from batchlab.view.widgets import LiveView, Panel, Playground
+from batchlab.view.widgets import LiveView, Panel
 model, tokenizer = tiny_model('llama', max_position_embeddings=4096), tiny_tokenizer()
 llm = LLM(model, tokenizer, max_num_seqs=2, max_num_batched_tokens=16, compile=False)
 long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
-with llm.trace() as trace:
-    llm.generate(['The sea', '<b>A hill</b> is', 'Rain'], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
 """,
-    "Scrubber(trace)",
     "LiveView(llm, ['The sea', 'A hill is', 'Rain falls on'], long, paused=True)",
-    "Playground(model, tokenizer, ['The sea', 'A hill is'], max_tokens=6, slots=2, budget=16)",
     """
 import threading
 print('threads', sum(t.name.startswith('batchlab') for t in threading.enumerate()), 'panels', sum(map(len, Panel.made.values())),
@@ -124,12 +119,9 @@ def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
     (folder / "small.ipynb").write_text(notebook(CELLS))
     shutil.copy(ROOT / "nbs/chapter.py", folder)
-    for name in ("widgets", "scrubber"):
-        chapter = json.loads(BOOK["find"](name).read_text(encoding="utf-8"))
-        chapter["cells"] = [
-            c for c in chapter["cells"] if "nbdev_export" not in "".join(c["source"])
-        ]
-        (folder / f"{name}.ipynb").write_text(json.dumps(chapter))
+    chapter = json.loads(BOOK["find"]("widgets").read_text(encoding="utf-8"))
+    chapter["cells"] = [c for c in chapter["cells"] if "nbdev_export" not in "".join(c["source"])]
+    (folder / "widgets.ipynb").write_text(json.dumps(chapter))
     with jupyter_lab(folder) as address:
         yield address
 
@@ -162,23 +154,8 @@ def run_cell(page, i):
     )
 
 
-def test_scrubber_moves(page):
-    "It is the page of the trace, in a frame."
-    frame = output(page, 1).frame_locator("iframe")
-    line = lambda: frame.locator("#line").inner_text()
-    assert until(lambda: "step 0 of" in line())
-    assert "<b>A" in frame.locator("#texts").inner_text()  # text of a prompt is text
-    frame.locator("#on").click()
-    assert until(lambda: "step 1 of" in line())
-    frame.get_by_role("slider").press("ArrowRight")  # by keyboard
-    assert until(lambda: "step 2 of" in line())
-    frame.get_by_role("slider").press("End")
-    last = re.search(r"step \d+ of (\d+)", line())[1]
-    assert until(lambda: f"step {last} of {last}" in line())
-
-
 def test_live_view_steps_streams_and_cancels(page):
-    out = output(page, 2)
+    out = output(page, 1)
     assert "paused" in out.inner_text()
     tokens = lambda: [
         int(n.replace(",", "")) for n in re.findall(r"([\d,]+) tokens$", out.inner_text(), re.M)
@@ -199,43 +176,31 @@ def test_live_view_steps_streams_and_cancels(page):
     out.get_by_role("button", name="Cancel all").click()  # while it runs
     assert until(lambda: "done: 0 running, 0 waiting, 3 done" in " ".join(out.inner_text().split()))
     assert until(lambda: out.inner_text().count("ended: cancelled") == 3) and max(tokens()) < 3000
-    run_cell(page, 4)
-    said = output(page, 4).inner_text()
+    run_cell(page, 2)
+    said = output(page, 2).inner_text()
     assert "in use 0" in said and "'cancelled': 3" in said and "threads 0" in said
 
 
 def test_cell_run_again_ends_the_first(page):
     for _ in range(3):
-        run_cell(page, 2)
-    assert until(lambda: "paused" in output(page, 2).inner_text())
-    run_cell(page, 4)
-    said = output(page, 4).inner_text()
+        run_cell(page, 1)
+    assert until(lambda: "paused" in output(page, 1).inner_text())
+    run_cell(page, 2)
+    said = output(page, 2).inner_text()
     # the engine's and the painter's
-    assert "threads 2" in said and "panels 3" in said and "in use 0" in said
-    output(page, 2).get_by_role("button", name="Cancel all").click()
-    assert until(lambda: "cancelled" in output(page, 2).inner_text())
-
-
-def test_playground_runs(page):
-    out = output(page, 3)
-    for strategy in ("continuous", "static"):
-        out.get_by_role("combobox").select_option(strategy)
-        out.get_by_role("button", name="Run").click()
-        assert until(lambda: strategy in out.locator("table").inner_text())
-    assert until(lambda: out.locator("tbody tr").count() == 2)
-    same_tokens = out.locator("tbody tr").nth(1).locator("td").last
-    assert same_tokens.inner_text() == "yes"
+    assert "threads 2" in said and "panels 1" in said and "in use 0" in said
+    output(page, 1).get_by_role("button", name="Cancel all").click()
+    assert until(lambda: "cancelled" in output(page, 1).inner_text())
     assert page.problems == []
 
 
-@pytest.mark.parametrize("name, num_widgets", [("widgets", 3), ("scrubber", 2)])
-def test_notebook_runs(browser, lab, name, num_widgets):
-    "The chapters themselves, as a reader runs them: each widget has a picture for elsewhere."
+def test_notebook_runs(browser, lab):
+    "The chapter itself, as a reader runs it: each widget has a picture for elsewhere."
     page = browser.new_page(viewport=dict(width=1280, height=1000))
-    assert run_all(page, lab, f"{name}.ipynb", 300) == []
+    assert run_all(page, lab, "widgets.ipynb", 300) == []
     views = page.evaluate(f"() => {OUTPUTS}.map(o => Object.keys(o.data ?? {{}}))")
     live = [v for v in views if "application/vnd.jupyter.widget-view+json" in v]
-    assert len(live) >= num_widgets and all("image/svg+xml" in v for v in live)
+    assert len(live) >= 3 and all("image/svg+xml" in v for v in live)
     page.close()
 
 
@@ -371,11 +336,11 @@ def test_page_of_a_trace_without_texts(browser, trace, written):
 )
 def test_pictures_are_light_or_dark_as_the_page_is(browser, around, tone):
     "Whatever the reader's system says: a page's own scheme, JupyterLab's theme, VS Code's."
-    from batchlab.view.drawing import COLOURS, HTML_STYLE, grid
+    from batchlab.view.drawing import COLOURS, HTML_STYLE, bars
 
     system = None if around == "<html>" else "light" if tone else "dark"
     page = browser.new_page(color_scheme=system)
-    picture = grid(["x"], {"x": ("decode", "a place")}).svg
+    picture = bars(dict(x=dict(n=1)), dict(n=("decode", "a place")), "places").svg
     page.set_content(f"{around}<style>{HTML_STYLE}</style>{picture}")
     fill = page.evaluate("getComputedStyle(document.querySelector('.bl-decode')).fill")
     hex_of = "".join(f"{int(n):02x}" for n in re.findall(r"\d+", fill))

@@ -9,8 +9,15 @@ from batchlab.tasks.choices import choose
 from batchlab.errors import ModelError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.core.generation import append_prompt, make_request
 from batchlab.core.params import LOGPROBS_MODES, SamplingParams
-from batchlab.core.sampling import SamplingRow, processed_logits, sample
+from batchlab.core.sampling import (
+    SamplingRow,
+    processed_logits,
+    sample,
+    token_logprobs,
+    token_text,
+)
 from invariants import check_pool
 
 GREEDY = dict(temperature=0, max_tokens=1)
@@ -167,6 +174,17 @@ def test_prompt_logprobs_from_a_position_on(way):
             assert out.num_cached_tokens <= s
     if way in ("auto", "torch"):  # hits reach the position
         assert max(o.num_cached_tokens - s for o, s in zip(outs, starts)) == 0
+
+
+def test_scores_of_a_prompt_are_the_same_in_pieces():
+    "Of a vocabulary of which a cache holds three rows, eleven positions, in two steps that overlap."
+    logits = torch.randn(11, 2**19 // 3, generator=torch.Generator().manual_seed(0))
+    row = SamplingRow.make(SamplingParams(prompt_logprobs=2, max_tokens=1), [*range(40, 52)])
+    task = make_request(row).task
+    append_prompt(task, logits[:7], 0)
+    append_prompt(task, logits[5:], 5)
+    at_once = token_logprobs(logits, row.prompt_ids[1:], 2, [token_text(row)] * 11)
+    assert task.prompt_logprobs == [None, *at_once]
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "mistral", "bloom", "gpt2"])

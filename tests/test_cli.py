@@ -192,6 +192,7 @@ def test_prompts_come_before_those_of_a_file_and_a_chat_keeps_its_prompt(cli, tm
         ("a --top-p 0", ["--top-p"]),
         ("a --top-p 1.01", ["--top-p"]),
         ("a --top_p 1", ["--top_p", "did you mean --top-p?"]),
+        ("a --temp 1", ["--temp", "did you mean --temperature?"]),
         ("a --logit-bias {", ["JSON"]),
         ("a --stop-token-ids x", ["token ids"]),
         ("", ["standard input"]),
@@ -464,6 +465,30 @@ def test_the_command_is_a_module_too(module):
 def test_an_unknown_flag_or_command_says_what_was_meant(args, words, said):
     status, err = said(*args.split())
     assert status == 2 and words in err, err
+
+
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(tmp_path, refuses, monkeypatch):
+    from batchlab.models import tiny_gguf, tiny_tokenizer
+
+    (tmp_path / "in.txt").write_text("a\n")
+    monkeypatch.setattr("batchlab.cli.load_llm", lambda args: pytest.fail("it is loaded"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    file = tiny_gguf(tmp_path / "base.gguf")
+    file.write_bytes(
+        file.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_tem_late")
+    )
+    for model in (tmp_path / "base", file):
+        run = ["run", "-i", tmp_path / "in.txt", "-o", tmp_path / "out.jsonl", "--chat"]
+        words = [str(model), "has no chat template", "--chat-template"]
+        refuses([*map(str, run), "--model", str(model)], words)
+        refuses(["generate", "a", "--chat", "--model", str(model)], words)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "float32", "float16"])
+def test_formats_of_numbers_have_the_names_that_they_have_in_python(dtype):
+    assert parse_args(["generate", "a", "--dtype", dtype]).dtype == dtype
 
 
 def test_flags_of_other_engines_have_no_effect(model, said):

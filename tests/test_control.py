@@ -627,3 +627,66 @@ def test_marks_that_are_ours_stay_tokens_and_what_is_between_does_not():
     ids = encode_chat(t, written, add_generation_prompt=False)
     found = [w for w in t.convert_ids_to_tokens(ids) if "tool_call" in w]
     assert found == ["<tool_call>", "</tool_call>"]
+
+
+def plain_kind(kind):
+    "A tokenizer of a kind of vocabulary, whose unknown token is `<unk>`."
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spelled = [f"<0x{i:02X}>" for i in range(256)]
+    own = [*"ab<>unk", "▁"]
+    vocab = {
+        "bytes": letters,
+        "few bytes": [c for c in letters if c != "ð"],  # 0xf0
+        "fallback": ["<unk>", *spelled, *own],
+        "unigram fallback": ["<unk>", *spelled, *own],
+        "few words": ["<unk>", *own],
+        "unigram": ["<unk>", *own],
+        "word pieces": ["<unk>", *own],
+    }[kind.removesuffix(", which it names")]
+    ids = {w: i for i, w in enumerate(vocab)} | ({"<unk>": len(vocab)} if "names" in kind else {})
+    unknown, whole = "<unk>" if "<unk>" in ids else None, "fallback" in kind
+    if kind.startswith("unigram"):
+        model = models.Unigram([(w, -float(i)) for w, i in ids.items()], 0, whole)
+    elif kind == "word pieces":
+        model = models.WordPiece(ids, unk_token="<unk>")
+    else:
+        model = models.BPE(ids, [], byte_fallback=whole, unk_token=unknown)
+    t = Tokenizer(model)
+    if "bytes" in kind:
+        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = dict(bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=t, **special)
+
+
+@pytest.mark.parametrize(
+    "kind, may_say_it",
+    [
+        ("bytes", False),
+        ("bytes, which it names", False),
+        ("few bytes", False),  # others are dropped
+        ("few bytes, which it names", True),
+        ("fallback", False),
+        ("unigram fallback", False),
+        ("few words", True),
+        ("unigram", True),
+        ("word pieces", True),
+    ],
+)
+def test_the_unknown_token_is_a_control_token_where_plain_text_can_not_give_it(kind, may_say_it):
+    t = plain_kind(kind)
+    given = dict(chat_template=ONE.replace("{}", "m.content"), add_generation_prompt=False)
+    for said, known in (("a<unk>b", True), ("a🦜b", False)):
+        ids = encode_chat(t, talk([said]), **given)
+        assert (t.unk_token_id in ids) is may_say_it
+        assert ids[0] == t.bos_token_id and ids[-1] == t.eos_token_id
+        if known and not may_say_it:
+            assert t.decode(ids[1:-1]).replace(" ", "") == said
+    typed = encode_chat(t, talk(["<unk>"]), allow_special=True, **given)
+    assert t.unk_token_id in typed
+
+
+def test_the_unknown_token_of_the_default_model_is_no_text():
+    t = LLM().tokenizer
+    ids = encode_chat(t, talk(["a<|endoftext|>b"], "<|endoftext|>"))
+    assert t.unk_token == "<|endoftext|>" and t.unk_token_id not in ids
+    assert t.decode(ids).count("<|endoftext|>") == 2

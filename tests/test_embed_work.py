@@ -1,6 +1,6 @@
 "Vectors, scores and classes in files, over HTTP, on the command line: what `LLM` gives, each line once, whoever asks and whatever goes wrong."
 
-import asyncio, base64, functools, http.client, itertools, json, re, threading
+import asyncio, base64, functools, gzip, http.client, itertools, json, random, re, threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from batchlab.llm.pooled import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
+from batchlab.jobs.journal import as_journal, from_journal, journal_of
 from batchlab.jobs.pooling import PoolingRequest
 from batchlab.jobs.schema import POOLING_URLS
 from batchlab.tasks.admit import ASKED_BY
@@ -126,6 +127,11 @@ def interrupted(llm, steps):
         del llm.step
 
 
+def test_a_part_of_a_model_says_of_which(folder):
+    with pytest.raises(UnsupportedModelError, match=f"model type None, maybe its parent {folder};"):
+        LLM(f"{folder}/1_Pooling")
+
+
 # files
 
 
@@ -190,7 +196,7 @@ def read_table(path):
         return [{k: vector(v) for k, v in row.items()} for row in csv.DictReader(f)]
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet", "out.npy"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
 def test_plain_texts_of_a_table(tmp_path, encoder, name):
     # a column that would be a setting elsewhere
     rows = ["text,temperature", *(f"{t},hot" for t in [*TEXTS, "", "z" * 200])]
@@ -202,13 +208,9 @@ def test_plain_texts_of_a_table(tmp_path, encoder, name):
     r = job().run(encoder)
     assert (r.total, r.failed) == (7, 2) and r.before
     assert not (tmp_path / f"{name}.batchlab").exists()
-    if name.endswith(".npy"):
-        got = np.load(out)
-        assert np.isnan(got[5:]).all()
-    else:
-        found = read_table(out)
-        got = [r["embedding"] for r in found]
-        assert {r["temperature"] for r in found} == {"hot"} and got[5:] == [None, None]
+    found = read_table(out)
+    got = [r["embedding"] for r in found]
+    assert {r["temperature"] for r in found} == {"hot"} and got[5:] == [None, None]
     close(got[:5], vectors(encoder))
     if name.endswith(".jsonl"):
         assert [d["row"] for d in found] == [*range(1, 8)]
@@ -233,15 +235,53 @@ def test_the_column_of_vectors_has_the_name_that_is_asked_for(tmp_path, encoder,
     assert not any("text as" in s for s in said)  # which a vector has not
     with pytest.raises(JobError, match="another column of that name"):
         job(output_column="text").run(encoder)
-    with pytest.raises(JobError, match="an array has none"):
-        Job(tmp_path / "in.csv", tmp_path / "o.npy", embed=EMBED, output_column="v").run(encoder)
+
+
+@pytest.mark.parametrize("form", ["plain", "batch"])
+@pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl.gz"])
+def test_the_journal_of_vectors_goes_on_wherever_it_is_cut(tmp_path, encoder, form, name):
+    write(
+        tmp_path / "in.jsonl",
+        (ask(i, input=t) if form == "batch" else dict(text=t) for i, t in enumerate(TEXTS * 3)),
+    )
+    out, journal = tmp_path / name, Path(journal_of(tmp_path / name))
+    embed = EMBED if form == "plain" else None
+    job = lambda: Job(tmp_path / "in.jsonl", out, embed=embed, keep_journal=True).run(encoder)
+
+    def found():
+        "The vectors by the line that they are of."
+        packed = [*gzip.open(out, "rt")] if name.endswith("gz") else []
+        rows = [*map(json.loads, packed)] or read_table(out)
+        bodies = [r.get("response", {}).get("body", {}).get("data", [r])[0] for r in rows]
+        line = lambda r: int(str(r.get("request_id") or r["id"]).split("_")[2])
+        return [v for _, v in sorted((line(r), d["embedding"]) for r, d in zip(rows, bodies))]
+
+    job()
+    whole, want = journal.read_bytes(), vectors(encoder, TEXTS * 3)
+    assert whole.count(b"\0") >= 2 * len(want)
+    close(found(), want)
+    for cut in random.Random(0).sample(range(len(whole)), 20):
+        out.unlink()
+        journal.write_bytes(whole[:cut])
+        assert job().before - whole[:cut].count(b"\n") in (0, 1)  # only its end was torn off
+        close(found(), want)
+
+
+def test_a_record_of_a_journal_holds_a_vector_as_its_bytes():
+    numbers = np.frombuffer(random.Random(1).randbytes(4 * 384 * 20), "<f4")
+    vector = [x for x in numbers.tolist() if np.isfinite(x)][:384]
+    odd = dict(embedding=[0.1] * 99, data=[[2.5] * 40, [3.0]], probs=[1, *[2.0] * 40], text="\0a\1")
+    for vectors in (dict(embedding=vector), odd, dict(data=[dict(embedding=vector)] * 2)):
+        d = dict(request_id="batch_req_1_00000000", error=None, **vectors)
+        line = as_journal(d)
+        assert from_journal(line[:-1]) == d and line.find(b"\n") == len(line) - 1
+    assert len(as_journal(dict(vector=vector))) < 4 * 384 * 1.02 + 40
 
 
 def test_a_job_of_vectors_says_what_it_can_not(tmp_path, encoder):
     talk = dict(messages=[dict(role="user", content="Hi")])
     for line, out, why in (
         (ask(0, "/v1/chat/completions", **talk), "a.jsonl", "BertModel writes no text"),
-        (dict(prompt="a"), "a.npy", "an array is for the vectors"),
         (ask(0, "/classify", input="a"), "b.jsonl", "has no task 'classify'"),
     ):
         write(tmp_path / "in.jsonl", [line])
@@ -370,15 +410,21 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
     )
     write(tmp_path / "in.txt", TEXTS)
     file = "-i", tmp_path / "in.txt", "-o"
-    assert embed(*file, tmp_path / "out.npy") == 0
-    close(np.load(tmp_path / "out.npy"), vectors(encoder))
+    assert embed(*file, tmp_path / "out.csv") == 0
+    close([r["embedding"] for r in read_table(tmp_path / "out.csv")], vectors(encoder))
     for _ in range(2):
         assert embed(*file, tmp_path / "out.jsonl") == 0
     assert len(records(tmp_path / "out.jsonl")) == 5
     assert "5 of 5 requests done (5 of them before)" in capfd.readouterr().err
     # other vectors than those there
     assert embed(*file, tmp_path / "out.jsonl", "--dimensions", 3) == 2
-    assert embed("z" * 200) == 1 and embed("z" * 200, "--truncate") == 0
+    assert embed("z" * 200) == 1
+    for flags in (["--truncate"], ["--truncate", "-1"], ["--truncate", "auto"], ["--truncate=5"]):
+        capfd.readouterr()
+        assert embed(*flags, "z" * 200, "--", "--truncate") == embed("z" * 200, *flags) == 0
+        *both, alone = [json.loads(s)["usage"] for s in capfd.readouterr().out.splitlines()]
+        assert both[0] == alone and both[1]["prompt_tokens"] <= len("--truncate")
+        assert alone["prompt_tokens"] == (5 if "=" in flags[0] else 64)
     assert embed("a", "-i", "b") == 2 and embed("a", "--pooling", "median") == 2
 
 
@@ -388,6 +434,7 @@ def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
     plan = lambda name, *flags, llm=encoder: main(["plan", "-i", str(tmp_path / name), *flags], llm)
     assert plan("in.txt", "--embed", "--no-calibration") == 1
     assert f"{length(TEXTS):,} in prompts" in capfd.readouterr().out
+    assert plan("in.txt", "--embed", "--no-calibration", "--truncate", "-1") == 0
     assert plan("in.txt") == 2 and "--embed" in capfd.readouterr().err
     assert plan("in.txt", "--embed", "--no-calibration", llm=writer()) == 0  # it writes as well
     assert plan("in.csv", "--embed") == 0 and "speed" in capfd.readouterr().out

@@ -279,11 +279,15 @@ def test_what_is_refused_hears_why(s, sent, status, word):
         assert len(sent) > 10**5
 
 
-def test_two_lengths_of_a_body_end_the_connection(s):
-    "Who stands before the server may read the other, and take the rest for another request."
-    with connect(s) as c:
-        both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        c.sendall(HEAD + both + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+@pytest.mark.parametrize("guards", [{}, dict(api_key="k", origins=["https://a"]), dict(names=[])])
+@pytest.mark.parametrize("method", [b"POST", b"OPTIONS"])
+def test_two_lengths_of_a_body_end_the_connection(guards, method):
+    "Who stands before the server may read the other, and take the rest for another request: that comes before the key, the name and a browser's question."
+    asks = b"Origin: https://a\r\nAccess-Control-Request-Method: POST\r\n"
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    with serving(**guards) as s, connect(s) as c:
+        c.sendall(method + HEAD.removeprefix(b"POST") + asks + both)
+        c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         got = answers(read_all(c))
     assert len(got) == 1 and got[0][0] == 400 and b"send one of them" in got[0][1]
 

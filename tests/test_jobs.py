@@ -8,10 +8,10 @@ import pytest
 
 from helpers import but_compiler, same
 from warm import warm
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from batchlab.api import LLM
-from batchlab.errors import JobError
+from batchlab.errors import JobError, ParamError
 from batchlab.jobs.job import Job, Run
 from batchlab.jobs.journal import drop_side, journal_of, read_record, settings_file, write_settings
 from batchlab.jobs.lines import parse_line
@@ -331,6 +331,7 @@ def alone(i):
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(lines=st.lists(JUNK | twisted() | st.integers(0, 20), max_size=14), crlf=st.booleans())
+@example(lines=[json.dumps(ask(100, model=[])).encode(), 1], crlf=False)
 def test_rubbish_fails_alone(tmp_path_factory, lines, crlf):
     d = tmp_path_factory.mktemp("fuzz")
     lines = [(x, json.dumps(ask(x)).encode() if isinstance(x, int) else x) for x in lines]
@@ -340,7 +341,8 @@ def test_rubbish_fails_alone(tmp_path_factory, lines, crlf):
     found = by_key((d / "out.jsonl").read_bytes()) if (d / "out.jsonl").exists() else {}
     split = [s for s in data.split(b"\n")]
     assert sorted(found) == [k for k, s in enumerate(split, 1) if s.strip()]
-    ids = Counter(r["custom_id"] for r in found.values() if r["custom_id"] is not None)
+    used = [r for r in found.values() if error_of(r) != "duplicate_custom_id"]
+    ids = Counter(r["custom_id"] for r in used if r["custom_id"] is not None)
     assert not ids or max(ids.values()) == 1
     good, seen = {json.dumps(ask(x)).encode(): x for x, _ in lines if isinstance(x, int)}, set()
     for k, s in enumerate(split, 1):
@@ -349,7 +351,7 @@ def test_rubbish_fails_alone(tmp_path_factory, lines, crlf):
             continue
         r = found[k]
         if x in seen:
-            assert r["error"]["code"] == "duplicate_custom_id" and r["custom_id"] is None
+            assert error_of(r) == "duplicate_custom_id" and r["custom_id"] == ask(x)["custom_id"]
         else:
             assert r["response"]["body"]["choices"][0]["text"] == alone(x)
         seen.add(x)
@@ -405,6 +407,19 @@ def test_a_hosted_file_runs_unchanged(tmp_path, job):
     [bad] = rows(tmp_path / "err.jsonl")
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("request-4", 400)
     assert bad["response"]["body"]["error"]["code"] == error_of(bad) == "invalid_url"
+
+
+def test_an_id_that_is_used_twice_is_the_first_lines_after_an_interruption_too(tmp_path, job):
+    "The second line fails at once, and its record may be the only one on the disk."
+    one = job([ask(1, max_tokens=3), ask(2), ask(1)])
+    one.run(llm())
+    out = tmp_path / "out.jsonl"
+    whole = rows(out)
+    write(out, [r for r in whole if error_of(r) == "duplicate_custom_id"])
+    assert [r["custom_id"] for r in rows(out)] == ["r1"]
+    one.run(llm())
+    by_line = lambda found: {r["id"]: error_of(r) for r in found}
+    assert by_line(rows(out)) == by_line(whole)
 
 
 def test_seeds_hold_whatever_runs_beside(tmp_path, job):
@@ -511,16 +526,16 @@ def test_cut_compression(tmp_path, job):
     assert len({json.loads(s)["custom_id"] for s in answers}) == 400
 
 
-@pytest.mark.parametrize("kind", ["csv", "csv.xz", "parquet", "jsonl.bz2"])
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet", "jsonl.gz"])
 def test_tables(tmp_path, kind, job):
-    import bz2, io, lzma
+    import io
 
     parquet = "Parquet files need pyarrow with Parquet built in"
     prompts = {f"q{i}": f'What is "{i}",\nand why?' * (1 + i % 3) for i in range(30)}
     source, out, column = tmp_path / f"in.{kind}", tmp_path / f"out.{kind}", {}
-    if kind == "jsonl.bz2":
+    if kind == "jsonl.gz":
         lines = [json.dumps(dict(id=k, prompt=v)) for k, v in prompts.items()]
-        source.write_bytes(bz2.compress("\n".join(lines).encode()))
+        source.write_bytes(gzip.compress("\n".join(lines).encode()))
     else:
         column = dict(prompt_column="question", id_column="id")
     if kind == "parquet":
@@ -530,7 +545,7 @@ def test_tables(tmp_path, kind, job):
     elif column:
         text = io.StringIO()
         csv.writer(text).writerows([["id", "question"], *prompts.items()])
-        with (lzma.open if kind == "csv.xz" else open)(source, "wb") as f:
+        with (gzip.open if kind == "csv.gz" else open)(source, "wb") as f:
             f.write(text.getvalue().encode())
     params = dict(max_tokens=4)
     job(input=source.name, output=out.name, sampling_params=params, **column).run(llm())
@@ -539,13 +554,13 @@ def test_tables(tmp_path, kind, job):
     want = dict(zip(prompts, map(clean, llm().generate([*prompts.values()], greedy))))
     if kind == "parquet":
         found = pq.read_table(out).to_pylist()
-    elif kind == "jsonl.bz2":
-        found = [json.loads(s) for s in bz2.open(out, "rt")]
+    elif kind == "jsonl.gz":
+        found = [json.loads(s) for s in gzip.open(out, "rt")]
     else:
-        opened = lzma.open if kind == "csv.xz" else open
+        opened = gzip.open if kind == "csv.gz" else open
         found = [*csv.DictReader(opened(out, "rt", encoding="utf-8", newline=""))]
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("out")] == [out.name]
-    assert [r["id"] for r in found] == [*want] or kind == "jsonl.bz2"  # in order
+    assert [r["id"] for r in found] == [*want] or kind == "jsonl.gz"  # in order
     text = lambda r: r["text"].encode("utf-8", "replace").decode()
     assert {r["id"]: text(r) for r in found} == want and len(found) == 30
 
@@ -958,3 +973,45 @@ def test_a_run_with_slow_settings_says_so(tmp_path, capsys, monkeypatch, folder)
     slots = ["--truncate", "20", "--max-num-seqs", "1", "--no-calibration"]
     assert main(["plan", *usual, *slots]) == 0
     assert "give --max-num-seqs 64" in capsys.readouterr().out
+
+
+def test_a_key_that_stands_twice_in_an_object_fails_its_line():
+    for raw in (b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "a", "x": [{"y": 1, "y": 1}]}'):
+        line = parse_line(1, raw, "plain")
+        assert line.failure[1].startswith("not JSON (") and "stands twice" in line.failure[1]
+
+
+def test_a_number_that_no_float_holds_is_kept(tmp_path, job):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a", "x": [1e400, -1e400, 1e300], "y": NaN}\n')
+    assert job(sampling_params=dict(max_tokens=1)).run(llm()).failed == 0
+    [found] = rows(tmp_path / "out.jsonl")
+    assert (found["x"], found["y"]) == (["1e400", "-1e400", 1e300], None)
+    line = parse_line(1, b'{"prompt": "a", "temperature": 1e400}', "plain")
+    assert line.options == dict(temperature="1e400")
+    with pytest.raises(ParamError, match="temperature"):
+        SamplingParams.of(line.options)
+
+
+@pytest.mark.parametrize("form", ["batch", "plain"])
+@pytest.mark.parametrize("output", ["out.jsonl", "out.csv"])
+def test_a_line_whose_id_is_used_already_says_which(tmp_path, job, form, output):
+    "Its record has its id, and takes it from no line that still waits for its answer."
+    line = ask if form == "batch" else lambda i: dict(custom_id=f"r{i}", **ask(i)["body"])
+    asked = [line(1), line(2), line(1)]
+    go = lambda **how: job(asked, output=output, error_file="err.jsonl", **how).run(llm())
+    assert (go().answered, go().before) == (2, 3)
+    [bad] = rows(tmp_path / "err.jsonl")
+    assert (bad["custom_id"], error_of(bad)) == ("r1", "duplicate_custom_id")
+    (tmp_path / output).unlink()  # as if killed before their answers
+    assert (go().answered, go(retry_errors=True).answered) == (2, 2)
+    assert len(rows(tmp_path / "err.jsonl")) == 1
+
+
+def test_a_summary_says_how_many_drafted_tokens_were_right(job):
+    drafting = LLM(tiny_model("llama"), tiny_tokenizer(), speculation="lookup", max_num_seqs=4)
+    drafting.proposer.always = True
+    one = job([ask(i, prompt="one two one two " * 4, max_tokens=9) for i in range(6)])
+    result, stats = one.run(drafting), drafting.stats()
+    assert result.drafted_tokens == stats.drafted_tokens > 0
+    said = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens were right"
+    assert said in str(result) and result.figures["drafted_tokens"] == stats.drafted_tokens

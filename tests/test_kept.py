@@ -2,6 +2,7 @@
 
 import json, random, threading, time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -13,15 +14,17 @@ pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 
 from batchlab.api import LLM
 from batchlab.jobs import runner
+from batchlab.jobs.job import Job
 from batchlab.jobs.lines import parse_line
 from batchlab.jobs.responses import read_response, request_of
 from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.serve import batches
 from batchlab.serve.batches import PRIORITY, BatchRunner, BatchStore
 from batchlab.serve.responses import KEPT, BackgroundLines, ResponseRunner, create_response
 import test_batches
 from test_batches import Clock, Forks, full_database, posix
 from test_responses import BODY, HOLD, STOPS, URL, chat_of, checked, events_of, message, whole
-from test_server import client_of, paused_after, serving, tiny
+from test_server import CHAT, client_of, paused_after, serving, tiny
 from helpers import until
 
 LONG = dict(max_output_tokens=200, temperature=0, ignore_eos=True)
@@ -75,6 +78,71 @@ def text_of(response):
     return "".join(p["text"] for i in response["output"] for p in i.get("content", ()))
 
 
+# Roles
+
+SAID = "<bos>{{ m.role }}:{{ m.content }}<eos>"
+TURNS = (  # a user and an assistant by turns, a system message only as the first, or none
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{% else %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
+    + SAID
+    + "{% endfor %}"
+)
+DROPS = "{% for m in messages %}{% if loop.first or m.role != 'system' %}" + SAID + "{% endif %}{% endfor %}"  # fmt: skip
+NONE = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}" + SAID + "{% endfor %}"  # fmt: skip
+ALL = "{% for m in messages %}" + SAID + "{% endfor %}"
+ODD = [("user", "1"), ("user", "2"), ("assistant", "3"), ("developer", "B"), ("user", "4")]
+FIT = "<bos>system:A\n\nB<eos><bos>user:1\n2<eos><bos>assistant:3<eos><bos>user:4<eos>"
+CUT = "<bos>user:1<eos><bos>user:2<eos><bos>assistant:3<eos>"
+
+
+@pytest.mark.parametrize(
+    "template, want",
+    [
+        (TURNS, FIT),
+        (DROPS, "<bos>system:A\n\nB<eos>" + CUT + "<bos>user:4<eos>"),
+        (NONE, CUT.replace("user:1", "user:A\n\nB\n\n1") + "<bos>user:4<eos>"),
+        (ALL, "<bos>system:A<eos>" + CUT + "<bos>system:B<eos><bos>user:4<eos>"),
+    ],
+    ids=["turns", "drops", "none", "all"],
+)
+def test_roles_that_the_template_refuses_stand_elsewhere(template, want, tmp_path):
+    "At /v1/responses, whole, in events, in the background and in a file, and at /v1/messages; a chat is what it says."
+    tok = tiny_tokenizer()
+    tok.chat_template = template
+    llm, other = (LLM(tiny_model("llama"), tok, max_num_seqs=4) for _ in range(2))
+    ids = tok(want, add_special_tokens=False)["input_ids"]
+    items = [message(role, text) for role, text in ODD]
+    body = dict(input=items, instructions="A", max_output_tokens=1)
+    talk = [dict(role=role, content=text) for role, text in ODD if role != "developer"]
+    said = dict(model="tiny", system="A", max_tokens=1, messages=talk)
+    seen = []
+
+    def spied(llm):
+        submit = llm.submit
+        llm.submit = lambda groups: (
+            seen.extend(g.prompt_token_ids for g in groups) or submit(groups)
+        )
+        return llm
+
+    with keeping(tmp_path / "data", spied(llm)) as s:
+        assert whole(s, **body)["usage"]["input_tokens"] == len(ids)
+        events_of(s, **body)
+        until(lambda: len(seen) == 2)
+        httpx.post(f"{s.url}{URL}", json=body | dict(background=True))
+        until(lambda: len(seen) == 3)
+        line = dict(custom_id="a", method="POST", url=URL, body=body)
+        (tmp_path / "in.jsonl").write_text(json.dumps(line))
+        Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", form="batch").run(spied(other))
+        assert seen == [ids] * 4
+        late = dict(role="system", content="B")
+        r = httpx.post(
+            f"{s.url}/v1/messages", json=said | dict(messages=[*talk[:3], late, talk[3]])
+        )
+        assert r.status_code == 200
+        chat = httpx.post(f"{s.url}{CHAT}", json=dict(messages=[late, *talk]))
+        assert (chat.status_code == 400) == (template in (TURNS, NONE))
+
+
 # Kept
 
 
@@ -126,6 +194,30 @@ def test_pages_of_items_that_are_none(shared, query):
     id = whole(shared, input="Hello", **HOLD)["id"]
     r = shared.web.get(f"{URL}/{id}/input_items", params=query)
     assert (r.status_code, r.json()["error"]["param"]) == (400, next(iter(query)))
+
+
+def test_items_that_are_sent_with_one_id_are_listed_once_each(shared):
+    items = [message("user", str(i)) | dict(id="same") for i in range(5)]
+    id = whole(shared, input=items, **HOLD)["id"]
+    after, seen = None, []
+    for _ in range(3):
+        q = dict(limit=2, order="asc") | (dict(after=after) if after else {})
+        page = shared.web.get(f"{URL}/{id}/input_items", params=q).json()
+        seen += [item["content"][0]["text"] for item in page["data"]]
+        after = page["last_id"]
+    assert seen == [*"01234"] and not page["has_more"]
+
+
+def test_a_clock_that_jumps_ahead_ends_nothing(tmp_path, monkeypatch):
+    "Until the server starts again: by then it is either right, or the time has come."
+    with keeping(tmp_path, clock=None) as s:
+        id = whole(s, input="a", **HOLD)["id"]
+        late = SimpleNamespace(time=lambda: time.time() + 31 * 24 * 3600, monotonic=time.monotonic)
+        monkeypatch.setattr(batches, "time", late)
+        whole(s, input="b", **HOLD)
+        assert fetched(s, id)["id"] == id
+        monkeypatch.setattr(batches, "_BEGAN", late.time() - time.monotonic())
+        assert fetched(s, id) == "not_found"
 
 
 def test_responses_end_with_their_time(tmp_path):
@@ -237,6 +329,7 @@ def test_the_states_while_it_runs(s):
         assert fetched(s, id)["status"] == "in_progress"
         error = s.web.post(URL, json=dict(input="b", previous_response_id=id)).json()["error"]
         assert error["param"] == "previous_response_id", "what is no answer yet can't be continued"
+        assert "not answered yet" in error["message"]
     assert ended(s, id)["usage"]["output_tokens"] == 200
 
 

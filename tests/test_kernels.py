@@ -35,7 +35,6 @@ from batchlab.models.fetch import find_model
 from batchlab.models.load import cache_dir
 from batchlab.models import tiny_model
 from helpers import ROOT, python, run
-import test_kv_dtype as kv8
 
 NEAR = {torch.float32: dict(rtol=1e-4, atol=1e-4), torch.bfloat16: dict(rtol=2e-2, atol=2e-2)}
 
@@ -428,10 +427,6 @@ def test_other_processors(kernels, flags, tmp_path, monkeypatch):
     check_kernels(kernels)
     for dtype in DTYPES:
         test_a_row_in_bytes_is_the_same_in_blocks_of_any_size(kernels, dtype)
-        for shape in kv8.SHAPES:
-            kv8.test_attention_over_bytes_is_attention_over_what_they_stand_for(
-                kernels, dtype, *shape
-            )
     for arch in ("llama", "gemma2", "cohere"):
         for dtype in DTYPES:
             if (arch, dtype) == ("gemma2", torch.bfloat16):

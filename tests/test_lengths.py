@@ -60,6 +60,18 @@ KINDS = dict(
     digits=lambda: bpe(
         pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES]), normalizers.NFKC()
     ),
+    few_bytes=lambda: (
+        models.BPE(),
+        trained(trainers.BpeTrainer, 100, limit_alphabet=20),
+        BYTES,
+        None,
+    ),  # others are dropped
+    unknown_bytes=lambda: (
+        models.BPE(unk_token="?", fuse_unk=True),
+        trained(trainers.BpeTrainer, 100, limit_alphabet=20),
+        BYTES,
+        None,
+    ),
     llama=lambda: bpe(pre_tokenizers.Metaspace(split=False), unk_token="?"),
     joins=lambda: bpe(pre_tokenizers.Metaspace(split=False), unk_token="?", fuse_unk=True),
     bert=lambda: (

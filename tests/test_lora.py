@@ -9,7 +9,7 @@ from conftest import has_compiler
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from batchlab import LLM, LoRARequest
+from batchlab import LLM, LoRARequest, run
 from batchlab.fast.trial import BackendOptions, kv_layout
 from batchlab.fast.backends import select_backend
 from batchlab.fast import kernels, modules
@@ -602,23 +602,21 @@ def test_choices_with_adapters_are_those_of_merged_models(three):
     assert lengths == [len(c) + 1 for c in choices]
 
 
-def test_tables_with_adapters(three):
-    llm = engine(three, compile=False)
-    loras, refs = mix(three, 6)
-    rows = [dict(q=f"row {'x' * i}") for i in range(6)]
-    rows[4]["q"] = None  # it has no prompt; those after it keep their adapters
-    answers = llm.map(rows, "{q}", GREEDY, lora_request=loras)
-    wanted = lambda refs: [row["q"] and said(llm, m, row["q"]) for row, m in zip(rows, refs)]
-    assert [a["text"] for a in answers] == wanted(refs) and "'q' is empty" in answers[4]["error"]
-    names = dict(zip((None, "a", "b", "c"), three[2]))
-    adapters = None, "a", "b", "c", "a", "a"  # as a column of their own
-    named = [row | dict(adapter=name) for row, name in zip(rows, adapters)]
-    for lora, usual in ((None, three[2][0]), (three[1][1], three[2][2])):
-        got = llm.map(named, "{q}", GREEDY, lora_request=lora, setting_columns=["adapter"])
-        asked = [names[name] if name else usual for name in adapters]
-        assert [a["text"] for a in got] == wanted(asked)
-    [one] = llm.map(rows[:1], "{q}", GREEDY, lora_request=three[1][2])
-    assert one["text"] == said(llm, three[2][3], rows[0]["q"])
+def test_a_table_with_a_column_of_adapters(three, tmp_path):
+    modules = dict(zip("abc", [a.lora_path for a in three[1]]))
+    llm = engine(three, compile=False, lora_modules=modules)
+    names = dict(zip(("", "a", "b", "c"), three[2]))
+    rows = [dict(q=f"row {'x' * i}", adapter=name) for i, name in enumerate(["", *"abca"])]
+    rows[3]["q"] = ""  # it has no prompt; those after it keep their adapters
+    lines = "".join(f"{r['q']},{r['adapter']}\n" for r in rows)
+    (tmp_path / "in.csv").write_text("q,adapter\n" + lines)
+    how = dict(prompt_template="{q}", setting_columns=["adapter"], ordered=True, model=llm)
+    run(tmp_path / "in.csv", tmp_path / "out.jsonl", GREEDY, **how)
+    found = [json.loads(s) for s in (tmp_path / "out.jsonl").read_text().splitlines()]
+    wanted = [r["q"] and said(llm, names[r["adapter"]], r["q"]) for r in rows]
+    assert [r["text"] or "" for r in found] == wanted and "'q' is empty" in found[3]["error"][
+        "message"
+    ]
 
 
 def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three):
@@ -626,13 +624,13 @@ def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three)
     loras = [LoRARequest("missing", 9, "nowhere"), three[1][0], "nobody"]
     calls = (
         lambda n, lora: llm.choose(["a"] * n, [" b", " c"], lora_request=lora),
-        lambda n, lora: llm.map([dict(prompt="a")] * n, "{prompt}", GREEDY, lora_request=lora),
+        lambda n, lora: llm.generate(["a"] * n, GREEDY, lora_request=lora),
     )
-    chosen, rows = (call(3, loras) for call in calls)
-    for errors in ([o.error for o in chosen], [r["error"] for r in rows]):
+    chosen, outs = (call(3, loras) for call in calls)
+    for errors in ([o.error for o in chosen], [o.error for o in outs]):
         assert "'missing': there is no folder" in errors[0] and errors[1] is None
         assert "no adapter 'nobody'" in errors[2]
-    assert chosen[1].best and rows[1]["text"]
+    assert chosen[1].best and outs[1].outputs[0].text
     for call in calls:
         with pytest.raises(ParamError, match="2 values of lora_request for 1"):
             call(1, loras[:2])

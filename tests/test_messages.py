@@ -219,6 +219,9 @@ def test_a_message(web):
     assert m["id"] == r.headers["request-id"].replace("req_", "msg_")
     again = post(web, **ASK)["usage"]
     assert again["cache_read_input_tokens"] > 0 and again["cache_creation_input_tokens"] == 0
+    first = events_of(web.post(MESSAGES, json=ASK | dict(stream=True)).text)[0]["message"]["usage"]
+    told = "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"
+    assert [first[k] for k in told] == [again[k] for k in told]
 
 
 HARMLESS = dict(
@@ -396,7 +399,9 @@ def test_a_note_about_billing_is_left_out_of_the_system_prompt_alone():
     of = lambda system: chat_body(body | dict(system=system))["messages"]
     asked = dict(role="user", content=note)
     assert of(text(note, "Be brief.")) == [dict(role="system", content="Be brief."), asked]
-    assert of(note) == of(text(note)) == [asked]
+    assert of(note) == of(text(note)) == of(f"{note}\n\n") == [asked]
+    assert of(f"{note}\n\nBe brief.\n") == [dict(role="system", content="Be brief.\n"), asked]
+    assert of("") == [dict(role="system", content=""), asked]
 
 
 # what is refused
@@ -459,7 +464,9 @@ def error_of(r):
 def test_errors_by_status(web):
     post_ = partial(web.post, MESSAGES)
     assert error_of(post_(json=ASK | dict(model="x"))) == (404, "not_found_error")
-    assert error_of(web.post("/v1/messages/batches")) == (404, "not_found_error")
+    for path, word in (("batches", "see /v1/batches"), ("", "without a slash")):
+        r = web.post(f"/v1/messages/{path}")
+        assert error_of(r) == (404, "not_found_error") and word in r.text and "base" not in r.text
     r = web.post("/v1/v1/messages", json=ASK)
     assert error_of(r) == (404, "not_found_error") and "base URL" in r.text
     assert error_of(web.get(MESSAGES)) == (405, "invalid_request_error")

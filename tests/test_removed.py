@@ -7,7 +7,8 @@ from transformers import GenerationConfig
 
 from batchlab import LLM
 from batchlab.cli import main
-from batchlab.errors import ParamError, RemovedAttribute, RemovedImport
+from batchlab.cli.flags import parser_of
+from batchlab.errors import JobError, ParamError, RemovedAttribute, RemovedImport
 from batchlab.models import tiny_model
 
 small = tiny_model("llama", num_hidden_layers=1)
@@ -28,6 +29,9 @@ REMOVED = [  # the call, what it raises, the name at fault, what the advice name
     ),
     (lambda: LLM(small).verify(LLM(small).embed([5, 6])), ParamError, "outputs", "one text alone"),
     (lambda: LLM(small).beam_search([5]), RemovedAttribute, "beam_search", "num_beams"),
+    (lambda: LLM(small).map([dict(prompt="a")]), RemovedAttribute, "map", "llm.generate"),
+    (imported("Playground"), RemovedImport, "Playground", "LiveView"),
+    (imported("Scrubber"), RemovedImport, "Scrubber", "batchlab view"),
     (imported("BeamSearchParams"), RemovedImport, "BeamSearchParams", "num_beams"),
     (
         imported("BeamSearchParams", "batchlab.compat.vllm"),
@@ -66,6 +70,13 @@ def test_what_to_do_instead(call, kind, field, instead):
         call()
     assert e.value.field == field and instead in e.value.advice
     assert instead in str(e.value) and "\n" not in str(e.value)
+
+
+def test_arguments_and_flags_that_there_were():
+    with pytest.raises(TypeError, match="'kv_dtype': there was one, but .* dtype of the model"):
+        LLM(small, kv_dtype="int8")
+    with pytest.raises(JobError, match="unknown flag --kv-dtype: there was one, but .* bf16"):
+        parser_of("run").parse_args(["-i", "in.jsonl", "-o", "out.jsonl", "--kv-dtype", "int8"])
 
 
 def test_other_names_fail_as_ever():

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from batchlab.core import scheduler
 from batchlab.core.batch import make_batch
 from batchlab.core.blocks import Block, BlockIndex, BlockPool, Hit, KVBudget
 from batchlab.core.hashes import chunk_hashes
 from batchlab.core.request import Count, Request, Row, RowOutput, StepPlan
 from batchlab.core.scheduler import Scheduler, SlotTable, _append
 from batchlab.llm.rectangle import PaddedScheduler
-from helpers import ROOT
+from helpers import ROOT, step_of
 
 sys.path.append(str(ROOT / "nbs"))
 from simulate import FakeModel, check_invariants, check_pool, one_step, outputs, run
@@ -427,6 +428,7 @@ def random_case(rng):
         rng.randint(256, 500) if rng.random() < 0.6 else None,
     )
     patience = rng.choice([0, 3, 256])
+    online = rng.choice([0, 0.5, 1])  # the part of the requests that somebody waits for
     if paged:
         s = Scheduler(
             *limits,
@@ -450,6 +452,7 @@ def random_case(rng):
             rng.choice([1, 5, 20, 60, 120]),
             rng.choice([0, 0, 0, 1, -1]),
             adapter=rng.choice([0, 0, 1]),
+            online=rng.random() < online,
         )
         for i, p in enumerate(prompts)
     ]
@@ -505,9 +508,10 @@ def storm(seed, seen, model=FakeModel):
     )
 
 
-def test_drawn_cases():
+def test_drawn_cases(monkeypatch):
     "Cancelled at any point, preempted, steps that fail: each request gets the oracle's tokens, as many as it came to."
     seen = Counter()
+    monkeypatch.setattr(scheduler, "BESIDE", 8)
     for seed in range(250):
         storm(seed, seen)
     assert seen["requests"] == seen["length"] + seen["cancelled"]
@@ -645,6 +649,59 @@ def test_a_prompt_that_must_be_whole_and_is_over_the_budget_has_a_step_of_its_ow
     requests = [Request("a", [1, 2], 3), Request("b", [5] * 17, 2)]
     history = run(Scheduler(2, 16, chunked=False), requests)
     assert [step.num_tokens for step in history] == [2, 1, 1, 17, 1]
+
+
+def beside_a_long_prompt(online, budget, stream, n=8000):
+    """A stream or none, and one short request after the other, until a prompt of `n` tokens is answered.
+
+    Steps until then; the positions that a short one waits for, at most; those of a step that begins later."""
+    s, steps, short, longest = Scheduler(8, budget), [], None, 0
+    if stream:
+        s.add(Request("stream", [1, 2], 10 * n, online=online))
+    for _ in range(3):
+        step_of(s)
+    long = s.add(Request("long", [9] * n, 1, online=online))
+    while not long.finish_reason:
+        if short is None or short.finish_reason:
+            short, since = s.add(Request("short", [5, len(steps)], 1, online=online)), len(steps)
+        steps.append(step_of(s).num_tokens)
+        longest = max(longest, sum(steps[since:]))
+    return len(steps), longest, max(steps[1:])
+
+
+@pytest.mark.parametrize(
+    "online, budget, stream, most",
+    [
+        (False, 512, True, (16, 8018, 512)),  # nobody waits: as few steps as there can be
+        (True, 512, True, (63, 258, 129)),
+        (True, 512, False, (60, 640, 128)),  # a long prompt that comes alone has a whole step
+        (True, 2048, True, (16, 1026, 513)),
+        (True, 128, True, (64, 256, 128)),
+    ],
+)
+def test_a_long_prompt_leaves_room_for_others(online, budget, stream, most):
+    assert beside_a_long_prompt(online, budget, stream) == most
+
+
+def test_prompts_that_somebody_waits_for_all_go_on():
+    "Short ones keep coming beside several long ones: the first in rank needs no more than twice its steps, and so on."
+    s, steps = Scheduler(8, 64), 0
+    long = [s.add(Request(f"long {i}", [i] * 640, 1, online=True)) for i in range(3)]
+    for i, r in enumerate(long, 1):
+        while not r.finish_reason:
+            if not any(len(x.prompt_ids) < 640 for x in s.waiting):
+                s.add(Request(f"short {steps}", [40, steps] * 20, 1, online=True))
+            step_of(s)
+            steps += 1
+        assert steps <= 2 * i * 640 / 64 + 1
+
+
+def test_of_prompts_that_somebody_waits_for_the_shortest_passes_the_second():
+    s = Scheduler(8, 64)
+    a, b, c = (s.add(Request(f"{n}", [n] * n, 1, online=True)) for n in (640, 480, 100))
+    for _ in range(6):
+        step_of(s)
+    assert c.finish_reason and not a.finish_reason and b.num_computed_tokens < 100
 
 
 @pytest.mark.parametrize(

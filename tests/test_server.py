@@ -11,8 +11,15 @@ pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 openai = pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")
 httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
+from transformers import PreTrainedTokenizerBase
+
 from batchlab.api import LLM
-from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.jobs.lines import ParamsCache, parse_line
+from batchlab.jobs.runner import admit_line
+from batchlab.jobs.schema import as_messages
+from batchlab.llm import inputs
+from batchlab.models import control, tiny_model, tiny_tokenizer
+from batchlab.models.lengths import chars_in
 from batchlab.serve.app import Server, Turnover, create_app, listen, url_of
 from helpers import NO_KERNELS, running, same, until
 
@@ -131,6 +138,72 @@ def line_of(s, ask):
 
 
 # what is answered
+
+
+def test_a_target_that_is_a_whole_url(s):
+    "As RFC 9112 wants it, and the name in it is the Host's."
+    with serving(names=[]) as own, socket.create_connection(address(own)) as c:
+        for host, status in (("localhost", 200), ("evil.example", 403)):
+            target = f"http://{host}/health?x=1"
+            c.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            r = http.client.HTTPResponse(c)
+            r.begin()
+            r.read()
+            assert r.status == status
+
+
+def test_a_call_that_was_cut_off_can_be_sent_back(s, web):
+    "So can an answer that refused. What is no beginning of an object can not."
+    call = lambda text: dict(id="c", type="function", function=dict(name="f", arguments=text))
+    said = lambda **m: [*TALK, dict(role="assistant") | m, *TALK]
+    for m in (
+        *(
+            dict(content="", tool_calls=[call(text)])
+            for text in ("", "{", '{"a": [1, "b', '{"a": 1}')
+        ),
+        dict(content=None, refusal="No."),
+        dict(content=[dict(type="refusal", refusal="No.")]),
+    ):
+        assert web.post(CHAT, json=dict(messages=said(**m), max_tokens=1)).status_code == 200
+    for text in ("[1", "x", '{"a": 1} x', '"a'):
+        r = web.post(CHAT, json=dict(messages=said(tool_calls=[call(text)])))
+        assert r.status_code == 400 and "must be a JSON object" in r.text
+    whole = as_messages(said(tool_calls=[call('{"a": [1, "b')], content=None))[1]
+    assert whole["tool_calls"][0]["function"]["arguments"] == dict(a=[1, "b"])
+
+
+MORE = [{}, dict(n=2, temperature=1, seed=3)]
+ECHOES = [dict(echo=True), dict(echo=True, max_tokens=0), dict(echo=True, logprobs=1)]
+
+
+@pytest.mark.parametrize("path,more", [(p, m) for p in (TEXT, CHAT) for m in MORE] + [(TEXT, m) for m in ECHOES])  # fmt: skip
+def test_token_ids_as_vllm_gives_them(s, web, path, more):
+    "Of the answer in each choice, of the prompt in the choice of a text and beside those of a chat; streamed, that in the first part."
+    chat = path == CHAT
+    body = dict(max_tokens=9, temperature=0, ignore_eos=True) | more
+    given = dict(messages=TALK) if chat else dict(prompt="né 7")
+    how = {k: v for k, v in body.items() if k != "echo"} | dict(
+        max_tokens=max(1, body["max_tokens"])
+    )
+    ask = s.llm.chat if chat else s.llm.generate
+    [out] = ask([TALK] if chat else ["né 7"], how)
+    want = [c.token_ids if body["max_tokens"] else [] for c in out.outputs]
+    body |= given | dict(return_token_ids=True)
+    whole = web.post(path, json=body).json()
+    assert [c["token_ids"] for c in whole["choices"]] == want
+    parts = events_of(web.post(path, json=body | dict(stream=True)).text)
+    for i, ids in enumerate(want):
+        own = [p for p in parts if p["choices"] and p["choices"][0]["index"] == i]
+        assert sum((p["choices"][0]["token_ids"] for p in own), []) == ids
+        places = [
+            [p if chat else p["choices"][0] for p in own],
+            [whole if chat else whole["choices"][i]],
+        ]
+        for first, *rest in places:
+            assert first["prompt_token_ids"] == out.prompt_token_ids
+            assert not any("prompt_token_ids" in p for p in rest)
+    plain = web.post(path, json=body | dict(return_token_ids=False)).text
+    assert "token_ids" not in plain
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -374,6 +447,16 @@ def test_a_model_that_is_none_names_those_that_there_are(web, monkeypatch):
     r = web.post(TEXT, json=dict(prompt="a", model="pirat"))
     said = r.json()["error"]["message"]
     assert r.status_code == 404 and all(repr(x) in said for x in ("tiny", "pirate", "poet"))
+
+
+@pytest.mark.parametrize("own", [dict(tools=[]), dict(tokenize=False), dict(chat_template="a"), dict(add_generation_prompt=False)], ids=str)  # fmt: skip
+def test_what_is_no_variable_of_a_template_is_refused_where_it_would_change_nothing(s, web, own):
+    for path in (CHAT, "/tokenize"):
+        r = web.post(path, json=dict(messages=TALK, chat_template_kwargs=own))
+        assert r.status_code == 400 and next(iter(own)) in r.json()["error"]["message"]
+    for fine in (dict(add_generation_prompt=True), dict(tools=None), dict(x=1)):
+        body = dict(messages=TALK, chat_template_kwargs=fine, max_tokens=1)
+        assert web.post(CHAT, json=body).status_code == 200
 
 
 def test_tokens_and_back(s, web):
@@ -641,6 +724,86 @@ def test_what_has_no_effect_is_said_once(web, caplog):
         assert web.post(TEXT, json=body).status_code == 200
     said = [r for r in caplog.records if "no effect" in r.getMessage()]
     assert len(said) == len(IGNORED)
+
+
+MARKS = "<eos>" * 2**17
+MANY_IDS = [5] * 2**17
+SAID = [dict(role="user", content=MARKS)]
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    "How many characters are stained and tokenised, and how many ids looked at, while a test runs."
+    seen = []
+
+    def spy(owner, name):
+        real = getattr(owner, name)
+
+        def spied(*args, **kw):
+            seen.append(1 if name == "whole_number" else chars_in(args))
+            return real(*args, **kw)
+
+        monkeypatch.setattr(owner, name, spied)
+
+    spy(control, "stain_of")
+    spy(PreTrainedTokenizerBase, "__call__")
+    spy(inputs, "whole_number")
+    return seen
+
+
+@pytest.mark.parametrize(
+    "path,body,key",
+    [
+        (CHAT, dict(messages=SAID), "messages"),
+        (CHAT, dict(messages=TALK, chat_template_kwargs=dict(x=MARKS)), None),
+        (TEXT, dict(prompt=MARKS), "prompt"),
+        (TEXT, dict(prompt=MANY_IDS), "prompt"),
+        (TEXT, dict(prompt=[MANY_IDS, [5.0, *MANY_IDS]]), "prompt"),
+        (TEXT, dict(prompt=[5.0, *["a"] * 2**17]), "prompt"),
+        ("/v1/responses", dict(input=MARKS), "input"),
+        ("/v1/responses/input_tokens", dict(input=MARKS), "input"),
+        ("/v1/messages", dict(model="tiny", messages=SAID, max_tokens=1), None),
+        ("/v1/messages/count_tokens", dict(model="tiny", messages=SAID), None),
+        ("/tokenize", dict(prompt=MARKS), "prompt"),
+        ("/tokenize", dict(messages=SAID), "messages"),
+        ("/detokenize", dict(tokens=MANY_IDS), "tokens"),
+        ("/v1/embeddings", dict(input=MARKS), "input"),
+        ("/v1/embeddings", dict(input=MANY_IDS), "input"),
+        ("/score", dict(text_1="a", text_2=MARKS), "text_1"),
+    ],
+)
+def test_what_is_surely_too_long_is_refused_before_it_is_looked_at(s, web, looked_at, path, body, key):  # fmt: skip
+    r = web.post(path, json=body)
+    if key is None and path == CHAT:
+        assert r.status_code == 200  # its template does not write that
+        return
+    assert r.status_code == 400 and sum(looked_at) < 20, r.text
+    said = r.json()["error"]
+    assert "maximum context length is 256 tokens" in said["message"]
+    assert key is None or (said["code"], said["param"]) == ("context_length_exceeded", key)
+    if path in (CHAT, TEXT, "/v1/embeddings") and key != "tokens":
+        line = json.dumps(dict(custom_id="a", method="POST", url=path, body=body)).encode()
+        line = parse_line(1, line)
+        if not line.failure:  # several prompts are none
+            assert admit_line(s.llm, line, ParamsCache()) is None
+            assert line.failure[0] == "context_length_exceeded" and sum(looked_at) < 40
+
+
+@pytest.mark.parametrize(
+    "path,body,word",
+    [
+        (CHAT, dict(messages=TALK, logit_bias={str(i): 1 for i in range(2**18 + 1)}), "262,144"),
+        (TEXT, dict(prompt="a", allowed_token_ids=[5] * (2**18 + 1)), "262,144"),
+        (TEXT, dict(prompt="a", bad_words=["a" * 1000] * 66), "65,536 characters"),
+        ("/v1/embeddings", {"input": "a"} | {f"k{i}": 1 for i in range(4001)}, "4,000 keys"),
+        ("/v1/responses", dict(input="a", metadata={str(i): 1 for i in range(4001)}), "metadata"),
+        ("/v1/embeddings", dict(input=["a", *MANY_IDS]), "2048 entries"),
+        ("/detokenize", dict(tokens=[5, "a"]), "token ids"),
+    ],
+)
+def test_what_is_too_much_is_refused_by_its_number(web, path, body, word):
+    r = web.post(path, json=body)
+    assert r.status_code == 400 and word in r.json()["error"]["message"]
 
 
 def test_a_body_that_is_too_long_is_refused_before_it_has_come():
@@ -988,9 +1151,12 @@ def test_what_is_under_way_is_answered_before_the_end():
             until(lambda: s.llm.paused)
             s.server.should_exit = True
             until(lambda: s.api.draining)
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{s.url}/health")
+            assert httpx.get(f"{s.url}/health").status_code == 503
+            r = httpx.post(s.url + TEXT, json=body)
+            assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
         stack.close()
+        s.thread.join(60)
+        assert closed(s.url)
         assert got[0].endswith("data: [DONE]\n\n") and '"error"' not in got[0]
         assert '"finish_reason":"length"' in got[0]
 

@@ -22,6 +22,7 @@ from batchlab.llm.kvfiles import BlockFiles, clear_store, stored, worlds
 from batchlab.llm.store import facts_of_backend, facts_of_machine, facts_of_model
 from batchlab.models import tiny_gguf, tiny_model
 from batchlab.models.tiny import tiny_adapter
+from batchlab.jobs.job import Job
 from batchlab.jobs.ray import portable
 from helpers import ROOT, generated, greedy, ids, in_threads, oracle, python, until
 
@@ -399,10 +400,24 @@ def test_adapters_are_told_apart_by_their_content(model, tmp_path):
     assert run(tmp_path / "copy") == (first[0], 3)
 
 
+def test_a_job_says_what_came_from_the_store(model, tmp_path):
+    lines = [json.dumps(dict(prompt=p)) + "\n" for p in prompts(11, 3)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    for found in (0, 1):
+        llm = flat(opened(model, tmp_path / "store"))
+        params = dict(max_tokens=2)
+        result = Job(
+            tmp_path / "in.jsonl", tmp_path / f"{found}.jsonl", sampling_params=params
+        ).run(llm)
+        assert result.stored_tokens == llm.stats().loaded_blocks * llm.backend.block_size
+        assert bool(result.stored_tokens) == found == ("in the prefix store)" in str(result))
+        llm.close()
+
+
 # --- files that are no blocks
 
 
-def test_no_file_is_believed_whatever_has_happened_to_it(model, tmp_path):
+def test_no_file_is_believed_whatever_has_happened_to_it(model, tmp_path, caplog):
     ps = prompts(10, 3)
     want = [generated(model, p, 8) for p in ps]
     llm = opened(model, tmp_path)
@@ -421,6 +436,7 @@ def test_no_file_is_believed_whatever_has_happened_to_it(model, tmp_path):
             if path.is_dir():
                 path.rmdir()
     assert len(seen) == 8 and llm.stats().loaded_blocks > 20
+    assert caplog.text.count("has damaged files: they are removed") == 1  # said once
 
 
 def spoil(file, how, rng, files):

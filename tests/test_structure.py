@@ -120,19 +120,18 @@ def test_floors_above_the_api_register_what_its_calls_need():
 import sys, batchlab.api as api
 from batchlab.api.base import CALLS
 from batchlab.errors import EngineError
-assert not CALLS and not {"batchlab.jobs.frames", "batchlab.view.trace"} & {*sys.modules}
-for call in (lambda: api.LLM.map(None, []), lambda: api.LLM.trace(None)):
-    try:
-        call()
-    except EngineError as e:
-        assert "import LLM from batchlab" in str(e)
-    else:
-        raise AssertionError
+assert not CALLS and "batchlab.view.trace" not in sys.modules
+try:
+    api.LLM.trace(None)
+except EngineError as e:
+    assert "import LLM from batchlab" in str(e)
+else:
+    raise AssertionError
 from batchlab import LLM
-assert LLM is api.LLM and CALLS.keys() == {"trace", "map"}
+assert LLM is api.LLM and CALLS.keys() == {"trace"}
 """
     assert (done := python(code)).returncode == 0, done.stderr
-    code = "from batchlab.compat.vllm import LLM; from batchlab.api.base import CALLS; assert len(CALLS) == 2"
+    code = "from batchlab.compat.vllm import LLM; from batchlab.api.base import CALLS; assert len(CALLS) == 1"
     assert (done := python(code)).returncode == 0, done.stderr
 
 

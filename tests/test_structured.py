@@ -15,6 +15,7 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.errors import ModelError, ParamError
 from batchlab.core.params import SamplingParams, StructuredOutputsParams
 from batchlab.core.sampling import SamplingRow, sample
+from batchlab.tasks import structured
 from batchlab.tasks.structured import Grammars, WHITESPACE, check_schema
 from helpers import ids, texts
 
@@ -839,6 +840,30 @@ def test_a_chain_of_references_does_not_end_the_process():
     assert "levels" in refusal(json={"$defs": links, "$ref": "#/$defs/d0"})
     wide = dict(type="object", properties={f"c{i}": {} for i in range(5000)})
     assert "over 4,000 properties" in refusal(json=wide)
+
+
+def test_a_schema_that_is_too_large_is_refused_before_its_parts_are_read(monkeypatch):
+    wide = [f"value {i}" for i in range(200_000)]
+    deep = dict(type="string")
+    for _ in range(15):
+        deep = dict(anyOf=[deep, deep])
+    monkeypatch.setattr(structured, "check_schema", None)
+    for schema in (dict(enum=wide), dict(type="object", properties=dict(a=deep))):
+        assert "over 524,288 characters" in refusal(json=schema)
+        assert "over 524,288 characters" in refusal(json=json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [dict(type="object", properties=dict(k=dict(const=i)), required=["k"]) for i in range(400)],
+        [dict(anyOf=[dict(const=f"{k}{i}") for i in range(400)]) for k in "ab"],
+        [dict(enum=[f"{k}{i}" for i in range(4000)]) for k in "ab"],
+    ],
+)
+def test_choices_that_are_too_many_to_compare_are_refused(choices):
+    assert "oneOf of so many" in refusal(json=dict(oneOf=choices))
+    assert grammars().of(wish(json=dict(oneOf=choices[:1])))
 
 
 def test_where_in_a_schema_a_mistake_is():

@@ -13,7 +13,8 @@ from batchlab.core.text import Detokenizer
 from batchlab.errors import ParamError
 from batchlab.jobs.schema import Parts, answer_body
 from batchlab.models.tiny import tiny_model, tiny_tokenizer
-from batchlab.tasks.thinking import Marks, Thought, ThoughtMask, marks_of, place_after
+from batchlab.tasks.thinking import Marks, Thought, ThoughtMask
+from batchlab.tasks.thinking import marks_of, place_after, say_no_thoughts
 
 GREEDY = dict(max_tokens=24, temperature=0)
 TALK = [dict(role="user", content="Hi")]
@@ -99,9 +100,12 @@ def test_a_plain_prompt_has_its_text_whole():
     assert out.outputs[0].text.startswith("<think>ab c</think>xyz")
 
 
-def test_a_model_without_marks_has_no_thoughts():
+def test_a_model_without_marks_has_no_thoughts(caplog):
+    say_no_thoughts.cache_clear()
     plain = LLM(tiny_model("llama"), tiny_tokenizer())
     [out] = outs = plain.chat(TALK, GREEDY | dict(thinking_token_budget=1))
+    plain.chat(TALK, GREEDY | dict(thinking_token_budget=2))
+    assert sum("thinking_token_budget" in r.message for r in caplog.records) == 1
     assert out.outputs[0].reasoning is None and "reasoning" not in outs.to_pandas()
     body = answer_body(out, "chat", "a", "m")
     assert {*body["choices"][0]["message"]} == {"role", "content", "refusal"}

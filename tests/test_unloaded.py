@@ -259,6 +259,17 @@ def test_what_would_not_load_is_not_planned_for(tmp_path, config, error):
         UnloadedLLM(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "unheard of"])
+def test_packed_folders_are_refused_before_weights_are_read(tmp_path, method):
+    outline(tmp_path, tiny_model("llama"))
+    file = tmp_path / "config.json"
+    packed = dict(quantization_config=dict(quant_method=method, bits=4))
+    file.write_text(json.dumps(json.loads(file.read_text()) | packed))
+    for ask in (LLM, UnloadedLLM):
+        with pytest.raises(UnsupportedModelError, match=rf"{method}.*\.gguf file"):
+            ask(tmp_path, device="cpu")
+
+
 def test_where_weights_are_missing(tmp_path, monkeypatch):
     whole, bare, empty = tmp_path / "whole", tmp_path / "bare", tmp_path / "empty"
     tiny_model("llama").save_pretrained(whole)

@@ -206,9 +206,9 @@ def test_inputs_that_fill_no_groups_are_refused():
 
 def test_wrong_kernels_are_noticed():
     kernels = load_kernels()
-    forms = [f for f in FORMS if f.group <= 32]
+
     found = [*quads_right(kernels)]
-    assert all(found) and len(found) == 2 * len(forms) + len(BLOCKS)
+    assert all(found) and len(found) == 2 * len(FORMS) + len(BLOCKS)
 
     def checks(name, change):
         "What is found of kernels of which `name` is called otherwise."

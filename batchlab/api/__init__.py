@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ..core.params import SamplingParams
 from ..errors import BatchlabError, ParamError, suggest_names
@@ -36,19 +36,16 @@ from batchlab.llm.inputs import (
 from ..llm.outputs import MemoryPlan, Outputs, RequestOutput, Score, StreamEvent
 from ..tasks.lora import AdapterChoice, AdapterChoices, LoRACalls
 from ..tasks.pooling import PoolingCalls
-from .base import LLMBase, registered
+from .base import LLMBase
 from .plan import make_plan
 
 if TYPE_CHECKING:
-    from batchlab.jobs.lines import Postprocess
     from batchlab.tasks.choices import ChoiceScores
     from batchlab.tasks.verify import Report
 
-Frame = TypeVar("Frame")
-
 # %% auto #0
-__all__ = ['Frame', 'QueueCalls', 'StreamCalls', 'VerifyCalls', 'ListCalls', 'ChatCalls', 'first_scored', 'ScoreCalls',
-           'ChoiceCalls', 'TableCalls', 'LLM']
+__all__ = ['QueueCalls', 'StreamCalls', 'VerifyCalls', 'ListCalls', 'ChatCalls', 'first_scored', 'ScoreCalls', 'ChoiceCalls',
+           'LLM']
 
 # %% ../../nbs/2_core/api.ipynb #cf64dca5
 class QueueCalls(LLMBase):
@@ -305,50 +302,8 @@ class ChoiceCalls(ScoreCalls):
 
         return choose(self, prompts, choices, chat, use_tqdm, end, lora_request)
 
-# %% ../../nbs/2_core/api.ipynb #7b135001
-class TableCalls(ChoiceCalls):
-    "The call for tables."
-
-    def map(
-        self,
-        frame: Frame,
-        template: str | None = None,
-        sampling_params: ParamsEach = None,
-        *,
-        column: str = "prompt",
-        system: str | None = None,
-        chat: bool = False,
-        setting_columns: Sequence[str] = (),
-        empty: str | None = None,
-        postprocess: Postprocess | None = None,
-        output: str = "text",
-        use_tqdm: bool | None = None,
-        lora_request: AdapterChoices = None,
-    ) -> Frame:
-        """Answer each row of `frame`, a DataFrame, an Arrow table or a list of dicts: one of the
-        same kind with the answers in new columns.
-
-        `template`: 'Translate to {lang}: {text}', of the columns; without it the prompt is in
-        `column`. For the rest see `batchlab.jobs.frames.map_frame`. Raises `PromptError`,
-        `ParamError`, `JobError` for what is wrong with the call."""
-        return registered("map")(
-            self,
-            frame,
-            template,
-            sampling_params,
-            column=column,
-            system=system,
-            chat=chat,
-            setting_columns=setting_columns,
-            empty=empty,
-            postprocess=postprocess,
-            output=output,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-        )
-
 # %% ../../nbs/2_core/api.ipynb #cd47f91a
-class LLM(TableCalls, PoolingCalls, LoRACalls):
+class LLM(ChoiceCalls, PoolingCalls, LoRACalls):
     """Batch inference with one model: `generate` for prompts, `chat` for conversations, `embed`
     and the other `PoolingCalls` for texts whose hidden states are wanted; results in input
     order.
@@ -369,9 +324,8 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
 
     `compile`: run on kernels compiled on this machine, 'auto' (if it can), True or False;
     `backend` says what came of it. `quantization`: None, 'int8' or 'w4a8', see chapters 22 and
-    23b for what they cost. `kv_dtype`: None, or 'int8' for keys and values in 8 bits, on the
-    kernels of a CPU, see chapter 74. `speculation`: None; or 'lookup', which drafts tokens by
-    earlier text and checks several in a step, see chapter 34. `strategy`: 'continuous'; or, to
+    23b for what they cost. `speculation`: None; or 'lookup', which drafts tokens by earlier text
+    and checks several in a step, see chapter 34. `strategy`: 'continuous'; or, to
     compare, 'loop' (one at a time), 'static' (batches in the order given), 'bucketed' (similar
     lengths together), 'prefix' (batches that share one).
 
@@ -388,4 +342,4 @@ class LLM(TableCalls, PoolingCalls, LoRACalls):
 
 
 suggest_names(QueueCalls, StreamCalls, VerifyCalls, ListCalls, ChatCalls)
-suggest_names(ScoreCalls, ChoiceCalls, TableCalls, LLM)
+suggest_names(ScoreCalls, ChoiceCalls, LLM)

@@ -63,8 +63,7 @@ class _Answer:
     "The output of a request so far, in `parts` by answer. Used in the event loop only."
 
     request_id: str
-    prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
+    group: RequestGroup | None = None  # once it is made
     parts: dict[int, CompletionOutput] = field(default_factory=dict)
     last: RequestOutput | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -101,12 +100,14 @@ class _Answer:
             )
             for _, p in sorted(self.parts.items())
         ]
+        assert self.group, "it has events"
         return RequestOutput(
             self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt=self.group.prompt,
+            prompt_token_ids=self.group.prompt_token_ids,
             outputs=parts,
             finished=False,
+            num_cached_tokens=sum(r.num_cached_tokens or 0 for r in self.group.requests[:1]),
         )
 
 # %% ../../nbs/2_core/46_async.ipynb #mbx00003
@@ -205,7 +206,7 @@ class AsyncBase:
         await asyncio.shield(asyncio.wrap_future(self.queuer.submit(reload)))
 
     async def shutdown(self) -> None:
-        """Cancel all requests, end the engine's thread and give the memory of the cache back. A
+        """Cancel all requests, end the engine's thread and give memory back as `LLM.close` does. A
         later request begins anew."""
         self.llm.check_process()
         for answer in self.answers.values():
@@ -263,19 +264,22 @@ class _Order:
             return self.prompt.as_group(
                 self.llm, name, self.tell, 0, settings.priority, settings.timeout
             )
-        read = read_prompt(self.prompt, settings, self.chat)
+        read = read_prompt(self.prompt, settings, self.chat, self.llm.max_model_len)
         return self.llm._groups([read], self.tell, name)[0]
 
 # %% ../../nbs/2_core/46_async.ipynb #8141f787
 class AsyncQueue(AsyncBase):
     "Hands requests over to the engine, in threads that tokenise them."
 
-    def queuer_for(self, prompt: object) -> ThreadPoolExecutor:
-        """The thread that tokenises `prompt`: long ones have one of their own, if the tokenizer
-        is one that several threads may read."""
+    def queuer_for(self, prompt: object, params: object = None) -> ThreadPoolExecutor:
+        """The thread that tokenises `prompt`, and makes the grammar that `params` ask for: long
+        ones have one of their own, if the tokenizer is one that several threads may read."""
         asked: Any = prompt
         texts = (asked.texts, asked.others) if hasattr(asked, "as_group") else asked
-        is_long = chars_in(texts) >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
+        given = vars(params) if params else {}
+        form = given.get("structured_outputs")
+        n = chars_in([texts, given, vars(form) if form else ""])
+        is_long = n >= SHORT and hasattr(self.llm.tokenizer, "backend_tokenizer")
         return self.long_queuer if is_long else self.queuer
 
     def _next_id(self) -> str:
@@ -298,7 +302,9 @@ class AsyncQueue(AsyncBase):
         answer, group = order.answer, order.group()
         if group is None:
             return None
-        answer.prompt, answer.prompt_token_ids = group.prompt, group.prompt_token_ids
+        answer.group = group
+        for r in group.requests:
+            r.online = True
         with self.door:
             if answer.aborted:
                 return order.end("cancelled")  # the engine may be closed by now
@@ -347,7 +353,7 @@ class AsyncCalls(AsyncQueue):
         try:
             await mailbox.places.acquire()
             answer.free = mailbox.places.release
-            queuer = self.queuer_for(prompt)
+            queuer = self.queuer_for(prompt, settings.params)
             job = queuer.submit(self._queue, order)
             if queuer is self.long_queuer:
                 job.add_done_callback(lambda _: trim_memory(cuda=False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib, threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self
 
@@ -25,7 +26,6 @@ from batchlab.llm.config import (
     check_compile,
     check_count,
     check_counts,
-    check_kv_dtype,
     check_quantization,
     check_speculation,
     check_strategy,
@@ -39,7 +39,7 @@ from ..llm.loop import BackgroundLoop, Delivery, EngineSet, keep_blocks
 from ..llm.outputs import Outputs, RequestGroup, RequestOutput, Stats, StreamEvent
 from ..llm.pooled import PoolerConfig, PoolingGroup, PoolingParams, PoolingRequestOutput
 from ..llm.store import StoreOptions, check_store
-from ..llm.shown import CallBar, facts_html, megabytes
+from ..llm.shown import CallBar
 from ..machine import release_threads, trim_heap
 from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
 from ..models.fetch import short_name
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 # %% auto #0
 __all__ = ['CALLS', 'ModelEngines', 'ModelState', 'loading_peak', 'LoadedModel', 'tokens_of', 'PromptStream', 'PromptLoop',
-           'facts_of', 'registered', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
+           'registered', 'Upkeep', 'trim_memory', 'Lifetime', 'LLMBase']
 
 # %% ../../nbs/2_core/base.ipynb #9c61fad8
 class ModelEngines(BackgroundLoop):
@@ -85,14 +85,11 @@ class ModelState(ModelEngines):
     enable_prefix_caching: bool
     compile: bool | str
     quantization: str | None
-    kv_dtype: str | None
     speculation: str | None
     logprobs_mode: str
     own: bool  # it loaded the model itself, and may give up its weights
     source: tuple[Any, ...]  # from which it loaded it
-    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    pooler: Pooler
     limits: Limits
     watchers: list[Callable]  # of its engines, and of requests: see `Engine`, `Delivery.mark`
     adapters: Adapters | None = None
@@ -110,6 +107,16 @@ class ModelState(ModelEngines):
     loaded = True  # whether its weights are there
     estimate = ""  # how its plans are less than exact
     loading_bytes = 0  # the most that its weights took while they were loaded
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        "The model; where `close` has given it back, its files are read again."
+        with no_collection():
+            return model_and_tokenizer(*self.source)[0]
+
+    @cached_property
+    def pooler(self) -> Pooler:
+        return Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
 
     @property
     def max_model_len(self) -> int | None:
@@ -186,7 +193,7 @@ class LoadedModel(ModelState):
         self.engines.open()
         self.proposer = make_proposer(self)
         trim_memory(cuda=False)  # what loading, trials and packing took and freed
-        self.pooler = Pooler(self.model, self.tokenizer, self.pooler_config, self.causal)
+        vars(self).pop("pooler", None)
         limits: dict[str, Any] = dict(self.asked_limits)
         if not self.can_generate:
             limits["max_model_len"] = limits["max_model_len"] or self.pooler.limit
@@ -195,7 +202,6 @@ class LoadedModel(ModelState):
         own = max_model_len(self.model), self.pooler.limit
         fits = shapes, self.paddable, self.model.dtype, self.model.device, own
         if fits != self.limits_fit:  # else they stay, though other memory is free by now
-            limits["kv_dtype"] = self.kv_dtype
             self.limits = choose_limits(self.model, shapes, self.paddable, **limits)
             self.limits_fit = fits
         self.engines.configure()
@@ -305,21 +311,6 @@ class PromptLoop(PromptStream):
         log_failures(outs)
         return outs
 
-# %% ../../nbs/2_core/base.ipynb #c4dbbd78
-def facts_of(llm: LoadedModel) -> dict[str, str]:
-    "What `llm` is, in words."
-    name = short_name(getattr(llm.model.config, "_name_or_path", "") or type(llm.model).__name__)
-    ids = "" if llm.tokenizer else ", ids in and ids out: it came without a tokenizer"
-    return dict(
-        model=f"{name}, {str(llm.model.dtype).removeprefix('torch.')} on {llm.device}{ids}",
-        weights=megabytes(llm.weights_bytes),
-        backend=repr(llm.backend).strip("<>"),
-        strategy=llm.strategy,
-        limits=str(llm.limits),
-        now=f"{len(llm.groups)} requests under way",
-        **({} if llm.adapters is None else {"adapters": str(llm.adapters)}),
-    )
-
 # %% ../../nbs/2_core/base.ipynb #559dc1f5
 CALLS: dict[str, Callable[..., Any]] = {}  # by names of methods: what a floor above does for them
 
@@ -335,13 +326,17 @@ class Upkeep(PromptLoop):
     "What a model with prompts under way shows of itself, and what can be done to it as a whole."
 
     def __repr__(self) -> str:
-        about, limits = facts_of(self), self.limits
+        limits, about = self.limits, "closed, its files are read again when it is used"
+        if model := vars(self).get("model"):
+            name = short_name(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+            ids = "" if self.tokenizer else ", ids in and ids out: it came without a tokenizer"
+            about = f"{name}, {str(model.dtype).removeprefix('torch.')} on {self.device}{ids}"
         most = limits.max_model_len
         context = f"{most:,} tokens of context" if most else "no limit of context"
-        return f"LLM({about['model']}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} slots, {context})"
-
-    def _repr_html_(self) -> str:
-        return facts_html(self, facts_of(self))
+        return (
+            f"LLM({about}: {self.backend.name} backend, {self.strategy}, {limits.max_num_seqs} "
+            f"slots, {context})"
+        )
 
     def stats(self) -> Stats:
         "The `Stats` of this moment."
@@ -410,11 +405,9 @@ class Lifetime(Upkeep):
             self.trace().start()
 
     def close(self) -> None:
-        """Stop, and give back the memory of the cache; the next call takes it anew.
-
-        The weights go with the last reference to the `LLM`: `del llm`, and in a notebook
-        `%reset -f out` too, if a cell has shown it."""
-        self._close(drain=False)
+        """Stop, and give back the memory of the cache and, if `LLM` has loaded the model itself,
+        of its weights, whoever still refers to the `LLM`; the next call takes them anew."""
+        self._close(drain=False, weights=self.own)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -422,7 +415,7 @@ class Lifetime(Upkeep):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(drain=kind is None)
 
-    def _close(self, drain: bool) -> None:
+    def _close(self, drain: bool, weights: bool = False) -> None:
         self.stop(drain)
         with self._hold():
             keep_blocks(self.engines)
@@ -430,6 +423,10 @@ class Lifetime(Upkeep):
                 e.reset()
             if self.adapters is not None:
                 self.adapters.unload()
+            if weights:
+                self.engines.close()
+                for name in ("model", "pooler"):
+                    vars(self).pop(name, None)
         trim_memory()
 
 # %% ../../nbs/2_core/base.ipynb #98d42466
@@ -457,7 +454,6 @@ class LLMBase(Lifetime):
         compile: bool | str = "auto",  # run on compiled kernels where possible
         # weights and activations in 8 bits, or weights in 4 (w4a8): faster, and a little less exact
         quantization: str | None = None,
-        kv_dtype: str | None = None,  # keep keys and values in 8 bits (int8): more of them fit
         # draft tokens from earlier text (lookup): no token changes; it is faster where a few requests
         # repeat text, slower where many run at once
         speculation: str | None = None,
@@ -478,7 +474,6 @@ class LLMBase(Lifetime):
         self.strategy, self.compile = check_strategy(strategy), check_compile(compile)
         self.enable_prefix_caching = enable_prefix_caching is None or bool(enable_prefix_caching)
         self.quantization = check_quantization(quantization, strategy)
-        self.kv_dtype = check_kv_dtype(kv_dtype, strategy)
         self.speculation = check_speculation(speculation, strategy)
         modes = check_logprobs_mode(logprobs_mode), PoolerConfig.of(pooler_config)
         self.logprobs_mode, self.pooler_config = modes

@@ -21,8 +21,6 @@ from batchlab.llm.config import (
     bytes_per_token,
     choose_limits,
     free_memory,
-    refuse_kv_dtype,
-    rope_switch,
     shapes_of,
 )
 from ..llm.outputs import RequestGroup
@@ -95,9 +93,7 @@ class UnloadedLLM(LLM):
         folder = find_model(model, weights=False)
         if not folder.is_dir():
             raise ModelError(f"{folder} is read whole, with its weights: give it to LLM")
-        packed = self.compile is not False and self.strategy == "continuous"
-        exact = self.quantization != "w4a8"
-        self.model, own, self.causal = load_outline(folder, dtype, self.place, packed, exact)
+        self.model, own, self.causal = load_outline(folder, dtype, self.place)
         if isinstance(tokenizer, str):
             own = load_tokenizer(find_model(tokenizer, weights=False))
         elif tokenizer is not None:
@@ -134,23 +130,13 @@ class UnloadedLLM(LLM):
 
 # %% ../../nbs/2_core/unloaded.ipynb #b66f58ec
 def limits_of(llm: UnloadedLLM) -> Limits:
-    """The `Limits` that `llm` would have, with its weights in memory. Raises `ParamError`,
-    `UnsupportedModelError`."""
-    where = llm.device, llm.model.dtype, llm.compile, llm.causal, rope_switch(llm.model)
-    refuse_kv_dtype(llm.kv_dtype, *where)
+    "The `Limits` that `llm` would have, with its weights in memory. Raises `ParamError`."
     asked: dict[str, Any] = dict(llm.asked_limits)
     if not llm.can_generate:
         asked["max_model_len"] = asked["max_model_len"] or llm.pooler.limit
     shapes = llm.shapes if llm.causal else (llm.shapes or [])[:1]
-    per_token = bytes_per_token(shapes or (), llm.model.dtype, llm.kv_dtype)
+    per_token = bytes_per_token(shapes or (), llm.model.dtype)
     longest = asked["max_model_len"] or max_model_len(llm.model) or 2048
     room = free_memory(llm.device) - llm.weights_bytes
     one = 2 * per_token * (longest + 64)  # of which keys and values get 70%
-    return choose_limits(
-        llm.model,
-        shapes,
-        **asked,
-        device=llm.device,
-        room=room if room > one else one,
-        kv_dtype=llm.kv_dtype,
-    )
+    return choose_limits(llm.model, shapes, **asked, device=llm.device, room=max(room, one))

@@ -138,7 +138,7 @@ def kind_in(path: Path, text: bool, form: str | None) -> str:
         return ""
     start = path.read_bytes()[: 2**10]
     end = next((end for end, mark in MARKS.items() if start.startswith(mark)), "")
-    if end == ".parquet":
+    if end not in ("", *OPENERS):
         return end
     with opener_of(f"x{end}")(path, "rb") as f:
         start = f.read(2**10).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -237,6 +237,11 @@ def check_given(args: Namespace) -> None:
         from batchlab.models import check_template
 
         args.chat_template = check_template(args.chat_template)
+    elif getattr(args, "chat", False) and not getattr(args, "dry_run", False):
+        from batchlab.models.fetch import find_model
+        from batchlab.models.load import check_talks
+
+        check_talks(find_model(args.model, weights=False))
     if args.command in ("generate", "run", "plan"):
         args.settings = settings_of(args)
 
@@ -534,7 +539,7 @@ def vectors_asked(args: Namespace) -> PoolingRequest:
         "embed",
         given.normalize,
         given.dimensions,
-        -1 if given.truncate else None,
+        given.truncate_prompt_tokens,
         prompt_name=given.prompt_name,
     )
     return PoolingRequest("embed", [], params=params, asked=dict(pooling=given.pooling))
@@ -616,7 +621,7 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
             name,
             api_key=key,
             batches=store
-            and BatchRunner(store, engine.llm, name, args.fail_whole, workers=workers),
+            and BatchRunner(store, engine.llm, name, args.fail_whole, workers=workers, say=note),
             others=[] if args.served_model_name else [model],
             routers=page_of(args, key),
             say=note if args.request_log else None,

@@ -155,10 +155,9 @@ KINDS: dict[str, Any] = {  # what reads an argument, by the beginning of a type
 EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too little
     model=str,
     chat_template=plain_text,
-    dtype=("auto", "fp32", "bf16", "fp16"),
+    dtype=("auto", "fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
     strategy=("continuous", "loop", "static", "bucketed", "prefix"),
     quantization=("int8", "w4a8"),
-    kv_dtype=("int8",),
     speculation=("lookup",),
     logprobs_mode=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     form=("batch", "plain", "csv", "tsv", "parquet", "txt"),
@@ -256,7 +255,7 @@ class Command:
 
 class InputFlags:
     # file of requests: JSONL, plain or of OpenAI's Batch API, CSV, TSV, Parquet, or .txt with
-    # one prompt on each line; also compressed as .gz, .bz2 or .xz; - is standard input, which
+    # one prompt on each line; also compressed as .gz; - is standard input, which
     # is read to its end first
     input: File
 
@@ -330,20 +329,22 @@ class EmbedFlags(Command, SaidFlags, TracedFlags):
 
     texts: Texts  # the texts
     # file of texts: .txt with one on each line, JSONL with prompt, text or input, CSV, TSV,
-    # Parquet, or lines for /v1/embeddings; also compressed as .gz, .bz2 or .xz; - is standard
+    # Parquet, or lines for /v1/embeddings; also compressed as .gz; - is standard
     # input, which is read to its end first
     input: File | None = None
     # column of a table that has the text (default: prompt, text or input, whichever is there)
     prompt_column: str = "prompt"
-    # file for the vectors, in the order of the texts: .jsonl, .csv, .tsv, .parquet, or .npy, an
-    # array with a row for each text; - is standard output (the default)
+    # file for the vectors, in the order of the texts: .jsonl, .csv, .tsv or .parquet; - is
+    # standard output (the default)
     output: File | None = None
     # name of the column for the vector (default: embedding)
     output_column: str | None = None
     dimensions: int | None = None  # keep only so many numbers of each vector, the first ones
     # scale vectors to length 1 (default: as the model's folder says)
     normalize: bool | None = None
-    truncate: bool = False  # cut a text that is longer than the model takes (default: it fails)
+    # cut a longer text to so many tokens; alone, and -1 or auto: to as many as the model takes
+    # (default: it fails)
+    truncate_prompt_tokens: int | None = None
     # name of the model's prompt that goes before each text, such as query
     prompt_name: str | None = None
     # how the states of tokens become one vector (default: the model's own way)
@@ -609,6 +610,10 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     return top.error(f"unknown command {name!r:.60}{meant}")
 
 
+# --truncate of `embed` without a number, maybe before a text
+ALONE = re.compile(r"--truncate(-prompt-tokens)? (?!(-?\d+|auto)\Z).*", re.S)
+
+
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after
     --help and --version."""
@@ -621,7 +626,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         add_idle(parser)
     if command in ("generate", "embed"):
         cut = rest.index("--") if "--" in rest else len(rest)
-        parser.parse_intermixed_args(rest[:cut], args)  # flags may stand between prompts
+        flags = [
+            f"{a}=auto" if command == "embed" and ALONE.fullmatch(f"{a} {b}") else a
+            for a, b in itertools.pairwise([*rest[:cut], ""])
+        ]
+        parser.parse_intermixed_args(flags, args)  # flags may stand between prompts
         after = [*map(plain_text, rest[cut + 1 :])]
         if command == "embed":
             args.texts = [*args.texts, *after]

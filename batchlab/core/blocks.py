@@ -350,14 +350,14 @@ class BlockPool:
         return hit if self.tier is None else self._find_stored(self.tier, ids, hashes, root, hit)
 
     def enter(
-        self, ids: Sequence[int], hit: Hit, root: bytes = b""
+        self, ids: Sequence[int], hit: Hit, root: bytes = b"", kept: int = 0
     ) -> tuple[list[int], list[tuple[int, int, int]], int]:
         """`(table, copies, tokens)` for a sequence `ids` that begins with what was found.
 
         `copies`: `(source, target, n)`; the source is held until it is released, after the copy was
         made. `tokens`: how many of `ids` are there now.
-        Where holding the source would leave too few blocks for the rest of `ids`, nothing is
-        copied."""
+        Where holding the source would leave too few blocks for the rest of `ids` and `kept` more,
+        nothing is copied."""
         for i in hit.blocks:
             self.share(i)
         table = list(hit.blocks)
@@ -368,7 +368,7 @@ class BlockPool:
         self.hits += at + hit.n > 0
         if hit.source is None:
             return table, [], at
-        room = all_came and self.has_room(self.blocks_for(len(ids)) - len(table))
+        room = all_came and self.has_room(self.blocks_for(len(ids)) - len(table) + kept)
         target = self.take(after=table[-1] if table else None) if room else None
         if target is None:
             self.release([hit.source])

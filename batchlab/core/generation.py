@@ -152,7 +152,8 @@ def append_prompt(task: Generation, logits: Tensor, start: int) -> None:
     """Take in the logits `[n, V]` of positions `start` to `start + n` (excluded): each tells of
     the token after it.
 
-    What was told before is passed over, and so is what follows the prompt."""
+    What was told before is passed over, and so is what follows the prompt. A few rows at a time:
+    of all at once, most of the time goes to memory."""
     told, row = task.prompt_logprobs, task.row
     assert told is not None and row.params.prompt_logprobs is not None
     known = len(told) - 1  # positions that have told of the token after them
@@ -161,7 +162,11 @@ def append_prompt(task: Generation, logits: Tensor, start: int) -> None:
         return
     assert start <= known, f"positions {known} to {start} of the prompt were left out"
     logits = logits[known - start :][: len(ids)]
-    new = token_logprobs(logits, ids, row.params.prompt_logprobs, [token_text(row)] * len(ids))
+    size = len(ids) if logits.is_cuda else max(1, 2**19 // logits.shape[1])  # what a cache holds
+    texts, new = [token_text(row)] * size, []
+    for i, part in enumerate(logits.split(size)):
+        some = ids[i * size : (i + 1) * size]
+        new += token_logprobs(part, some, row.params.prompt_logprobs, texts)
     for step, i, text in zip(new, ids, prompt_texts(row, known + 1, len(ids))):
         if text is not None:
             step[i].decoded_token = text

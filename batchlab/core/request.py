@@ -77,9 +77,10 @@ class RequestFields:
 
     It needs `num_pending` more positions through the model: several are prefill, one is decode.
     Counts are in tokens. `priority`: lower goes first; `preemptible`: while it runs, it makes
-    way for those of a lower number that wait. `adapter`: 0 for the model alone. `task`: what it
-    is computed for. `slot`, `block_table`: its seat in the batch and its blocks, while it runs.
-    `group`: the prompt it answers, `index`: which of that prompt's answers it is."""
+    way for those of a lower number that wait. `online`: somebody waits for it. `adapter`: 0 for
+    the model alone. `task`: what it is computed for. `slot`, `block_table`: its seat in the batch
+    and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that prompt's
+    answers it is."""
 
     request_id: str
     prompt_ids: list[int]
@@ -101,6 +102,7 @@ class RequestFields:
     finish_reason: str | None = None
     error: str | None = None
     preemptible: bool = False
+    online: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -19,12 +19,13 @@ from ..errors import BatchError
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'GROW', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats',
+__all__ = ['log', 'GROW', 'BESIDE', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats',
            'StepShares', 'SafeProposer', 'StepDrafts', 'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds',
            'RowResults', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #e2879d39
 GROW = 64  # tokens that every running request is left room for when another is let in
+BESIDE = 128  # positions of prompts beside a stream, or a quarter of a step if that is more
 
 
 def root_of(r: Request) -> bytes:
@@ -77,8 +78,9 @@ class SlotTable(RequestMemory):
 
     def enter(self, r: Request, hit: Hit) -> list[tuple[int, int, int]]:
         "Give `r` a slot, and what is there of it. Returns the copies to be made."
+        kept = sum(map(self._more, self.running))  # those that run grow after this
         r.block_table, copies, r.num_computed_tokens = self.pool.enter(
-            r.token_ids, hit, self.root_of(r)
+            r.token_ids, hit, self.root_of(r), kept
         )
         self.running.append(r)
         r.slot = heapq.heappop(self.free)
@@ -178,6 +180,7 @@ class Seats:
         self.slots = scheduler.slots
         self.plan = StepPlan()
         self.budget = scheduler.max_num_batched_tokens
+        self.reserved = 0  # of it, for preemptible requests under way
 
     def put(self, r: Request, n: int) -> bool:
         """A row for the next `n` positions of `r`; while memory is short, preempts the last in
@@ -239,7 +242,7 @@ class StepShares(Seats):
         if self.scheduler.allowance is None or not r.preemptible:
             return self.scheduler.max_num_batched_tokens
         theirs = sum(row.n_tokens for row in self.plan.rows if row.request.preemptible)
-        return self.scheduler.allowance - theirs
+        return self.scheduler.allowance - theirs - self.reserved
 
     def share(self, r: Request) -> int:
         "How many positions `r` gets."
@@ -341,7 +344,7 @@ class StepDrafts(StepShares):
 # %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
 class StepPlanner(StepDrafts):
     """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
-    then requests that wait.
+    then requests that wait; see `share_out` for where somebody waits for an answer.
 
     `budget`: how many positions are left."""
 
@@ -350,19 +353,41 @@ class StepPlanner(StepDrafts):
         for r in self.slots.running:
             (decodes if r.num_pending == 1 else prefills).append(r)
         self.decode(decodes)
-        self.prefill([r for r in prefills if not r.preemptible])
-        if late := [r for r in prefills if r.preemptible]:  # they go on with what others leave
-            self.admit(late=True)
-            self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
-            self.prefill(late)
-        self.admit()
+        some = [*self.slots.running, *self.scheduler.waiting[-1:]]
+        if self.scheduler.chunked and any(r.online or r.preemptible for r in some):
+            self.share_out(decodes, prefills)
+        else:
+            self.prefill(prefills)
+            self.admit()
         self.draft()
         self.plan.rows.sort(key=lambda row: row.n_tokens > 1)
         return self.plan
 
-    def admit(self, late: bool = False) -> None:
-        """Let requests in by rank, while there are slots, memory and budget. `late`: none that
-        is preemptible."""
+    def share_out(self, decodes: list[Request], prefills: list[Request]) -> None:
+        """Let requests in beside `prefills`. Preemptible ones have an eighth within their allowance,
+        the first in rank of the others has half of the rest, and those that wait come before the
+        shortest. Beside others that decode, or wait behind these, prompts get less of the step."""
+        late = [r for r in prefills if r.preemptible]
+        others = sorted((r for r in prefills if not r.preemptible), key=lambda r: r.rank)
+        beside = decodes + (self.scheduler.waiting if others else [])
+        if not all(r.preemptible for r in beside):
+            most = max(BESIDE, self.scheduler.max_num_batched_tokens // 4)
+            self.budget = min(self.budget, most)
+        allowed = self.left(late[0]) if late else 0
+        self.reserved = max(0, min(sum(r.num_pending for r in late), allowed, self.budget // 8))
+        self.budget -= self.reserved
+        kept = min(others[0].num_pending, (self.budget + 1) // 2) if others else 0
+        self.budget -= kept
+        self.admit()
+        self.prefill(sorted(others[1:], key=lambda r: r.num_pending))
+        self.budget += kept
+        self.prefill(others[:1])
+        self.budget += self.reserved
+        self.reserved = 0
+        self.prefill(late)
+
+    def admit(self) -> None:
+        "Let requests in by rank, while there are slots, memory and budget."
         s, plan = self.scheduler, self.plan
         if plan.preempted or not s.waiting or self.budget <= 0 or not self.has_seat(s.waiting[0]):
             return
@@ -371,7 +396,7 @@ class StepPlanner(StepDrafts):
         passed, kept = 0, None
         while self.budget > 0 and passed < min(len(s.waiting), 64):
             r = s.waiting[passed]
-            if late and r.preemptible or r in plan.preempted or not self.has_seat(r):
+            if r in plan.preempted or not self.has_seat(r):
                 break
             if kept and r.rank[-1] > kept.rank[-1] + s.patience:
                 break
@@ -492,6 +517,27 @@ class RequestQueue(RequestLists):
         number is that of its arrival."""
         return request.priority * self.patience + self.arrivals, self.arrivals
 
+    def lift(self) -> None:
+        """Rank the next preemptible request as if it had come before all others that wait, so that
+        it makes way for none that comes later. Not while one of these waits, nor beyond a quarter
+        of the slots."""
+        if not any(r.preemptible for r in [*self.running, *self.waiting[-1:]]):
+            return  # they wait behind all others: a long queue is not looked through
+        due, lifted = [], []
+        for r in [r for r in [*self.running, *self.waiting] if r.preemptible]:
+            as_ranked = r.rank[-2] - r.rank[-1] == r.priority * self.patience
+            (due if as_ranked else lifted).append(r)
+        many = 4 * len(lifted) >= self.max_num_seqs
+        if not due or many or any(r.slot is None for r in lifted):
+            return
+        r = min(due, key=lambda r: r.rank)
+        if waits := r.slot is None:
+            self.waiting.remove(r)
+        first = [x.rank[-2] for x in self.waiting if not x.preemptible]
+        r.rank = (*r.rank[:-2], min(first, default=self.arrivals) - 1, r.rank[-1])
+        if waits:
+            self._wait(r)
+
     def _wait(self, r: Request) -> None:
         insort(self.waiting, r, key=lambda r: r.rank)
 
@@ -570,7 +616,8 @@ class Scheduler(RowResults):
     At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
     `max_num_batched_tokens` positions: first one for every decoding request, then prefills go on
     in chunks, then new requests enter, in the order of priority and arrival: a level of priority
-    is worth `patience` places in the queue.
+    is worth `patience` places in the queue. Where somebody waits for an answer, prompts are
+    computed side by side: `StepPlanner.share_out`.
 
     `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit).
     When they run out, the last in rank is preempted, and computed again later. `block_size`,

@@ -319,7 +319,6 @@ def bind_cache(
             *V.stride()[:2],
             cache.block_size,
         )
-        a.int8_kv = K.dtype == torch.int8
     for z, kind in zip(layers, kinds):
         if not z.rotated or not rotations:
             continue

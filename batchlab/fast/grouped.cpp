@@ -18,18 +18,16 @@ struct fp16 {
     memcpy(&f, &u, 4);
     return f;
 }
-// How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets (`offsets` is 1) or the zero points
-// (2) if there are some; then the numbers, of which those of 4 bits are stored plus `zero`
+// How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets if there are some; then the numbers,
+// of which those of 4 bits are stored plus `zero`
 struct Form {
     i64 bits, group, zero, wide, offsets;
     i64 scales() const { return NR * (wide ? 4 : 2) * (offsets ? 2 : 1); }
     i64 bytes() const { return scales() + NR * group * bits / 8; }
 };
 static const Form FORMS[] = {
-    {4, 32, 8, 0, 0}, {4, 32, 0, 0, 1},  {4, 32, 0, 1, 1}, {8, 32, 0, 0, 0}, {8, 32, 0, 0, 1},  {8, 32, 0, 1, 1},
-    {8, 16, 0, 1, 0}, {4, 32, 0, 0, 2},  {4, 64, 8, 0, 0}, {4, 64, 0, 0, 2}, {4, 128, 8, 0, 0}, {4, 128, 0, 0, 2},
-    {4, 32, 8, 1, 0}, {4, 128, 8, 1, 0}, {4, 32, 0, 1, 2}, {8, 32, 0, 0, 2}, {8, 128, 0, 0, 0}, {8, 128, 0, 0, 2},
-    {8, 32, 0, 1, 0}, {8, 128, 0, 1, 0}, {8, 32, 0, 1, 2},
+    {4, 32, 8, 0, 0}, {4, 32, 0, 0, 1}, {4, 32, 0, 1, 1}, {8, 32, 0, 0, 0},
+    {8, 32, 0, 0, 1}, {8, 32, 0, 1, 1}, {8, 16, 0, 1, 0}, {8, 32, 0, 1, 0},
 };
 // Where number k of output o is among the numbers of a group, counted in bits / 8 bytes
 static inline i64 number_at(const Form& f, i64 o, i64 k) {
@@ -56,9 +54,7 @@ static inline void put_group(i64 bits, i64 o, const int8_t* x, uint8_t* q) {
     }
 }
 static inline void put_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
-    if (f.group == 16) return put_group<16>(f.bits, o, x, q);
-    if (f.group == 32) return put_group<32>(f.bits, o, x, q);
-    f.group == 64 ? put_group<64>(f.bits, o, x, q) : put_group<128>(f.bits, o, x, q);
+    f.group == 16 ? put_group<16>(f.bits, o, x, q) : put_group<32>(f.bits, o, x, q);
 }
 #ifdef TILES
 // As `put_row`, for a matrix unit: of each 32 numbers of 4 bits, the k-th of an output and the 8th, 16th and 24th behind it are
@@ -75,7 +71,7 @@ static inline void put_tile_row(const Form& f, i64 o, const int8_t* x, uint8_t* 
 #endif
 typedef void (*Put)(const Form& f, i64 o, const int8_t* x, uint8_t* q);  // `put_row`, or what has another order
 
-// Whole numbers [N, K] and their scales and offsets or zero points [N, K / group] as panels; the last is filled up with zeros
+// Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros
 template <Put PUT, class T>
 static void panels_of_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, const Form& f) {
     const i64 n = K / f.group, size = f.wide ? 4 : 2;
@@ -86,7 +82,7 @@ static void panels_of_groups(const int8_t* numbers, const T* scales, const T* of
             memset(group, 0, f.bytes());
             for (i64 o = 0; o < NR && p * NR + o < N; o++) {
                 const i64 r = p * NR + o;
-                int8_t x[128];
+                int8_t x[32];
                 for (i64 k = 0; k < f.group; k++) x[k] = numbers[r * K + g * f.group + k] + f.zero;
                 memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
                 if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
@@ -264,7 +260,6 @@ static inline void read_scales(const uint8_t* from, const Form& f, vf (&a)[4], v
     for (int o = 0; o < 4; o++) {
         a[o] = twice((const S*)from + 8 * o);
         if (f.offsets) b[o] = twice((const S*)from + NR + 8 * o);
-        if (f.offsets == 2) b[o] *= -a[o];  // (x - b) a = a x - b a
     }
 }
 #endif
@@ -356,8 +351,7 @@ static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
                     const uint8_t* q = from + f.scales();
                     const int number = f.bits == 4 ? (int)(q[at / 2] >> at % 2 * 4 & 15) - (int)f.zero : (int8_t)q[at];
                     const float scale = scale_at(from, f, o), offset = f.offsets ? scale_at(from, f, NR + o) : -0.f;
-                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] =
-                        scale * number + (f.offsets == 2 ? -scale * offset : offset);
+                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = scale * number + offset;
                 }
             for (i64 i = 0; i < 2 * NR; i += W) store(to + i, load(x + i));
         }
@@ -481,7 +475,7 @@ struct RowExpander {
         alignas(64) float a[NR], b[NR];
         for (int o = 0; o < NR; o += W) {
             const vf scale = load((const S*)from + o), added = f.offsets ? load((const S*)from + NR + o) : all(-0.f);
-            store(a + o, scale), store(b + o, f.offsets == 2 ? added * -scale : added);  // (x - b) a = a x - b a
+            store(a + o, scale), store(b + o, added);
         }
         // a and b are then read from memory: repeating a register's number takes a permutation
         asm volatile("" : : : "memory");

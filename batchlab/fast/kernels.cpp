@@ -139,7 +139,6 @@ static void last_pair(const T* v, int D, T* pair) {
 
 struct Shape {
     i64 heads, kv_heads, dim, dim_v, q_token, q_head, k_block, k_head, v_block, v_head, block_size, window;
-    i64 int8_kv;           // whether the cache keeps int8, with a scale for each column
     float scale, softcap;  // softcap: 0 for none
     const float* sinks;    // one for each head, or null
 };
@@ -149,94 +148,35 @@ struct Unit {  // rows of queries, and what they have gathered; a row sees colum
     float s[TOGETHER * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
     i64 begin[ROWS], end[ROWS];
 };
-template <class S>
-constexpr i64 SCALE = std::is_same_v<S, int8_t> ? sizeof(float) : 0;  // what a column has beside its numbers
-template <class S>
+template <class T>
 struct Stretch {  // columns of one KV head that a block table leads to
-    const S *K, *V;
+    const T *K, *V;
     const i64* table;
     i64 from, to;
 };
-template <class S>
+template <class T>
 struct Tiles {  // those of a step: up to 128 columns
-    const S *k[STEP / COLUMNS], *v[STEP / COLUMNS];
+    const T *k[STEP / COLUMNS], *v[STEP / COLUMNS];
     int n = 0;
     Tiles() {}
     // Of the columns from c on, up to a multiple of 128 or the end
-    Tiles(const Shape& z, const Stretch<S>& x, i64 c) {
+    Tiles(const Shape& z, const Stretch<T>& x, i64 c) {
         if (c >= x.to) return;
         n = std::min(x.to, c / STEP * STEP + STEP) - c;
         const i64* block = x.table + c / z.block_size;
         i64 offset = c % z.block_size;
         for (int i = 0; i * COLUMNS < n; i++) {
-            k[i] = x.K + *block * z.k_block + offset * (z.dim + SCALE<S>),
-            v[i] = x.V + *block * z.v_block + offset * (z.dim_v + SCALE<S>);
+            k[i] = x.K + *block * z.k_block + offset * z.dim, v[i] = x.V + *block * z.v_block + offset * z.dim_v;
             if ((offset += COLUMNS) == z.block_size) offset = 0, block++;
         }
     }
     Prefetch prefetch(const Shape& z) const {
         Prefetch a;
-        for (int i = 0; i * COLUMNS < n; i++) a.add(k[i], COLUMNS * (z.dim + SCALE<S>)*sizeof(S));
-        for (int i = 0; i * COLUMNS < n; i++)
-            a.add(v[i], (COLUMNS * SCALE<S> + std::min(COLUMNS, n - i * COLUMNS) * z.dim_v) * sizeof(S));
+        for (int i = 0; i * COLUMNS < n; i++) a.add(k[i], COLUMNS * z.dim * sizeof(T));
+        for (int i = 0; i * COLUMNS < n; i++) a.add(v[i], std::min(COLUMNS, n - i * COLUMNS) * z.dim_v * sizeof(T));
         return a;
     }
 };
-
-typedef int8_t vbu __attribute__((vector_size(W), aligned(1)));
-typedef int16_t vb2 __attribute__((vector_size(2 * W)));
-static inline vf load(const int8_t* p) {  // by way of 16 bits: some compilers widen bytes to 32 bits one by one
-    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(*(const vbu*)p, vb2), vi), vf);
-}
-// Two rows of n numbers, as tiles have them
-static inline void store_rows(float* p, i64 n, vf a, vf b) { store(p, a), store(p + n, b); }
-static inline void store_rows(bf16* p, i64, vf a, vf b) {
-    const vu both = nearest(a) | nearest(b) << 16;
-    memcpy(p, &both, sizeof both);
-}
-// The tiles of a step as T: those that are there, or made from bytes and scales
-template <class T, class S>
-struct Opened {
-    const Tiles<T>& of(const Shape&, const Tiles<T>& tiles) { return tiles; }
-};
-template <class T>
-struct Opened<T, int8_t> {
-    T k[STEP * DIM], v[STEP * DIM];
-    Tiles<T> tiles;
-    const Tiles<T>& of(const Shape& z, const Tiles<int8_t>& x) {
-        const i64 D = z.dim, DV = z.dim_v;
-        tiles.n = x.n;
-        for (int i = 0; i * COLUMNS < x.n; i++) {
-            const int columns = std::min(COLUMNS, x.n - i * COLUMNS);
-            const float *ks = (const float*)x.k[i], *vs = (const float*)x.v[i];
-            const int8_t *from = x.k[i] + COLUMNS * SCALE<int8_t>, *values = x.v[i] + COLUMNS * SCALE<int8_t>;
-            T *to = k + i * COLUMNS * D, *rows = v + i * COLUMNS * DV;
-            tiles.k[i] = to, tiles.v[i] = rows;
-            for (i64 d = 0; d < D; d += 2)
-                for (int c = 0; c < columns; c += W) {
-                    const int8_t* p = from + d * COLUMNS + c;
-                    store_rows(to + d * COLUMNS + c * (4 / sizeof(T)), COLUMNS, load(p) * load(ks + c),
-                               load(p + COLUMNS) * load(ks + c));
-                }
-            for (int c = 0; c < columns; c += 2)
-                for (i64 d = 0; d < DV; d += W) {
-                    const int8_t* p = values + c * DV + d;
-                    store_rows(rows + c * DV + d * (4 / sizeof(T)), DV, load(p) * vs[c], load(p + DV) * vs[c + 1]);
-                }
-        }
-        return tiles;
-    }
-};
-// n numbers in bytes, `step` apart; returns their scale, which is NaN where one of them is no number
-template <class T>
-static inline float quantize(const T* x, i64 n, int8_t* to, i64 step) {
-    float top = 0, none = 0;
-    for (i64 d = 0; d < n; d++) top = std::max(top, std::fabs(one(x + d))), none += 0 * one(x + d);
-    const float scale = top / 127 + none;
-    for (i64 d = 0; d < n; d++)
-        to[d * step] = scale > 0 ? (int8_t)std::clamp(__builtin_rintf(one(x + d) / scale), -127.f, 127.f) : 0;
-    return scale;
-}
 
 // Weights of row r of u in the place of its scores s in n columns from c on; what was summed before fades
 template <class T>
@@ -304,16 +244,14 @@ static void tiled_step(const Shape& z, Unit<bf16>& u, int first, int last, i64 c
 #endif
 
 // Rows first to last (excluded) go through x; `next` is what the thread goes through then
-template <class T, class S>
-static void walk(const Shape& z, Unit<T>& u, int first, int last, const Stretch<S>& x, const Stretch<S>& next) {
-    Tiles<S> now(z, x, x.from);
-    Opened<T, S> opened;
+template <class T>
+static void walk(const Shape& z, Unit<T>& u, int first, int last, const Stretch<T>& x, const Stretch<T>& next) {
+    Tiles<T> now(z, x, x.from);
     for (i64 c = x.from; c < x.to;) {
         const int cols = now.n;
-        const Tiles<S> soon = c + cols < x.to ? Tiles<S>(z, x, c + cols) : Tiles<S>(z, next, next.from);
+        const Tiles<T> soon = c + cols < x.to ? Tiles<T>(z, x, c + cols) : Tiles<T>(z, next, next.from);
         Prefetch ahead = soon.prefetch(z);
-        const Tiles<T>& tiles = opened.of(z, now);
-        const auto step = [&](auto how) { how(z, u, first, last, c, tiles, ahead); };
+        const auto step = [&](auto how) { how(z, u, first, last, c, now, ahead); };
 #ifdef TILES
         if constexpr (std::is_same_v<T, bf16>)
             ::tiles ? step(tiled_step) : step(one_step<T>);
@@ -326,30 +264,30 @@ static void walk(const Shape& z, Unit<T>& u, int first, int last, const Stretch<
 }
 
 // What attention goes through: units, each for all KV heads; of a unit first what its query rows share, then each one's own
-template <class S>
+template <class T>
 struct Route {
     const Shape& z;
-    const S *K, *V;
+    const T *K, *V;
     const i64 *blocks, *members, *units;
     i64 n;
     bool shares(const i64* unit) const { return unit[3] && !z.window; }
-    Stretch<S> stretch(i64 h, i64 table, i64 from, i64 to) const {
+    Stretch<T> stretch(i64 h, i64 table, i64 from, i64 to) const {
         return {K + h * z.k_head, V + h * z.v_head, blocks + table, from, to};
     }
-    Stretch<S> own(const i64* unit, i64 i, i64 h) const {  // of query row i
+    Stretch<T> own(const i64* unit, i64 i, i64 h) const {  // of query row i
         const i64* a = members + 4 * i;
         const i64 from = z.window ? std::max<i64>(0, a[3] + 1 - z.window) / COLUMNS * COLUMNS : unit[3];
         return stretch(h, a[2], from, a[3] + a[1]);
     }
-    Stretch<S> first(i64 u) const {
+    Stretch<T> first(i64 u) const {
         if (u >= n * z.kv_heads) return {};
         const i64 *unit = units + u / z.kv_heads * 4, h = u % z.kv_heads;
         return shares(unit) ? stretch(h, unit[2], 0, unit[3]) : own(unit, unit[0], h);
     }
 };
 
-template <class T, class S>
-static void one_unit(const Route<S>& all, const T* q, T* out, i64 number, const Stretch<S>& then) {
+template <class T>
+static void one_unit(const Route<T>& all, const T* q, T* out, i64 number, const Stretch<T>& then) {
     const Shape& z = all.z;
     const i64 *members = all.members, *unit = all.units + number / z.kv_heads * 4, h = number % z.kv_heads;
     const int G = z.heads / z.kv_heads, D = z.dim, DV = z.dim_v;
@@ -377,10 +315,10 @@ static void one_unit(const Route<S>& all, const T* q, T* out, i64 number, const 
 }
 
 namespace shared {
-template <class T, class S>
-static void attend_stored(const Shape& z, const T* q, const S* K, const S* V, T* out, const i64* blocks, const i64* members,
-                          const i64* units, i64 n) {
-    const Route<S> all{z, K, V, blocks, members, units, n};
+template <class T>
+static void attend(const Shape& z, const T* q, const T* K, const T* V, T* out, const i64* blocks, const i64* members,
+                   const i64* units, i64 n) {
+    const Route<T> all{z, K, V, blocks, members, units, n};
     const i64 threads = omp_get_num_threads(), total = n * z.kv_heads;
     const i64 each = std::max<i64>(1, total / (16 * threads)), chunks = (total + each - 1) / each;
 #pragma omp for schedule(dynamic)
@@ -389,14 +327,6 @@ static void attend_stored(const Shape& z, const T* q, const S* K, const S* V, T*
         for (i64 u = c * each; u < end; u++) one_unit(all, q, out, u, all.first(u + 1 < end ? u + 1 : (c + threads) * each));
         release_tiles();
     }
-}
-template <class T>
-static void attend(const Shape& z, const T* q, const T* K, const T* V, T* out, const i64* blocks, const i64* members,
-                   const i64* units, i64 n) {
-    if (z.int8_kv)
-        attend_stored(z, q, (const int8_t*)K, (const int8_t*)V, out, blocks, members, units, n);
-    else
-        attend_stored(z, q, K, V, out, blocks, members, units, n);
 }
 }  // namespace shared
 template <class T>
@@ -479,11 +409,6 @@ template <class T>
 static inline void write_key(const Shape& z, const T* key, T* K, i64 head, i64 place) {
     constexpr int E = 4 / sizeof(T);  // numbers side by side: 2 in bf16
     const i64 c = place % z.block_size;
-    if (z.int8_kv) {
-        int8_t* tile = (int8_t*)K + place / z.block_size * z.k_block + head * z.k_head + c / COLUMNS * COLUMNS * (z.dim + 4);
-        ((float*)tile)[c % COLUMNS] = quantize(key, z.dim, tile + 4 * COLUMNS + c % COLUMNS, COLUMNS);
-        return;
-    }
     T* to = K + place / z.block_size * z.k_block + head * z.k_head + c / COLUMNS * COLUMNS * z.dim + c % COLUMNS * E;
     for (i64 d = 0; d < z.dim; d++) to[d / E * COLUMNS * E + d % E] = key[d];
 }
@@ -491,11 +416,6 @@ template <class T>
 static inline void write_value(const Shape& z, const T* value, T* V, i64 head, i64 place) {
     constexpr int E = 4 / sizeof(T);
     const i64 c = place % z.block_size;
-    if (z.int8_kv) {
-        int8_t* tile = (int8_t*)V + place / z.block_size * z.v_block + head * z.v_head + c / COLUMNS * COLUMNS * (z.dim_v + 4);
-        ((float*)tile)[c % COLUMNS] = quantize(value, z.dim_v, tile + 4 * COLUMNS + c % COLUMNS * z.dim_v, 1);
-        return;
-    }
     T* to = V + place / z.block_size * z.v_block + head * z.v_head + c / E * E * z.dim_v + c % E;
     for (i64 d = 0; d < z.dim_v; d++) to[d * E] = value[d];
 }

@@ -379,8 +379,7 @@ class Kernels(ProductKernels):
         """`q` of T tokens against the blocks `K`, `V` of a layer as `z` says, for all of `work`:
         `[T, heads, dim_v]`."""
         out = q.new_empty(work.num_tokens, z.heads, z.dim_v)
-        kept = torch.int8 if z.int8_kv else q.dtype
-        qkv = address(q, q.dtype), address(K, kept), address(V, kept)
+        qkv = address(q, q.dtype), address(K, q.dtype), address(V, q.dtype)
         rest = (t.data_ptr() for t in (out, work.blocks, work.query_rows, work.work_units))
         self.calls["attend", q.dtype](ctypes.addressof(z), *qkv, *rest, len(work.work_units))
         return out
@@ -409,7 +408,7 @@ class Kernels(ProductKernels):
     ) -> None:
         "Keys and values `[T, kv_heads, dim]` into their places, int64 `[T]`."
         new = [address(t, k.dtype) for t in (k, v)]
-        kept = [address(t, torch.int8 if z.int8_kv else k.dtype) for t in (K, V)]
+        kept = [address(t, k.dtype) for t in (K, V)]
         strides, to = (*k.stride()[:2], *v.stride()[:2]), address(slot_mapping, torch.int64, len(k))
         self.calls["write", k.dtype](ctypes.addressof(z), *new, *strides, *kept, to, len(k))
 

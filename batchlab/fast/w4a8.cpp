@@ -141,7 +141,6 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
             for (int i = 0; i < M; i++) s[i][j] += __builtin_convertvector(t[i][j], vf) * (scale * scales[i]);
             if (!f.offsets) continue;
             vf offset = some_scales(from, f, NR + j * W);
-            if (f.offsets == 2) offset *= -scale;  // a zero point
             for (int i = 0; i < M; i++) s[i][j] += offset * (scales[i] * (sums[i] * -.125f));
         }
         from += f.bytes();
@@ -226,7 +225,6 @@ static void quads_tile(const Rounded& x, i64 r, i64 m, const uint8_t* from, cons
                 for (int j = 0; j < NV; j++) {
                     scale[g][j] = some_scales(from, f, j * W);
                     if (OFFSETS) offset[g][j] = some_scales(from, f, NR + j * W);
-                    if (OFFSETS && f.offsets == 2) offset[g][j] *= -scale[g][j];
                 }
             for (i64 i = 0; i < m; i++) {
                 vf v[NV] = {s[i][0], s[i][1]};

@@ -67,7 +67,7 @@ class JobInput:
     "The requests in file `input`, and how it is read. `embed` is asked of each plain prompt."
 
     # file of requests: JSONL, plain or of OpenAI's Batch API, CSV, TSV, Parquet, or .txt with
-    # one prompt on each line; also compressed as .gz, .bz2 or .xz
+    # one prompt on each line; also compressed as .gz
     input: str | Path
     _: KW_ONLY
     sampling_params: dict[str, Any] | None = None  # for what lines leave open
@@ -91,7 +91,7 @@ class JobInput:
     limit: int | None = None  # take only so many requests, the first ones
     # character between the cells of a CSV, such as ';' or tab (default: found in its header)
     delimiter: str | None = None
-    # encoding of a CSV or a text, such as cp1252 (default: UTF-8, or as its first bytes say)
+    # encoding of a CSV or a text, such as cp1252 (default: UTF-8)
     encoding: str | None = None
     quotes: bool = True  # quotes in a CSV or TSV enclose cells
     spell: Callable[[Option], str] = str  # how messages write an option, as in Python or a flag
@@ -204,8 +204,8 @@ class JobOutput(JobInput):
     """Where the answers of a `JobInput` go: to file `output`, failures to `error_file` (None:
     among the answers).
 
-    `output` '-' is standard output, which can't be read again, so such a run can't be resumed; in
-    .npy it is an array of vectors, in input order. `postprocess`: a function of a `RequestOutput`
+    `output` '-' is standard output, which can't be read again, so such a run can't be resumed.
+    `postprocess`: a function of a `RequestOutput`
     with one answer, whose dict is further columns (any other value is `result`), or a dict of
     column and function."""
 
@@ -270,7 +270,8 @@ def columns_of(job: JobOutput) -> Columns | None:
             known = (n for n in ("prompt", "text", "input") if n in names)
             job.prompt_column = next(known, "prompt")
         # records of a table get them at the end
-        own = dict(text=not table.schema, keep=job.output is not None and not job.to_table)
+        keep = job.output is not None and not job.to_table
+        own = dict(text=not table.schema, structs=table.schema is not None, keep=keep)
     elif usual and job.id_column == "custom_id" and not job.setting_columns:
         return None
     elif job.line_form == "batch" or job.input_kind == "txt":
@@ -298,15 +299,7 @@ def columns_of(job: JobOutput) -> Columns | None:
 # %% ../../nbs/6_jobs/fields.ipynb #e3d2332c
 def check_fits(job: JobOutput) -> None:
     "Raise `JobError` if the answers to lines of this form can't be had as `job` wants them."
-    batch, array = job.form == "batch", job.output and file_kind(job.output) == "npy"
-    if array and not (job.embed and not batch):
-        raise JobError(
-            f"{job.output}: an array is for the vectors of plain texts: give .jsonl, .csv or "
-            ".parquet"
-        )
-    given = Option("output_column", job.output_column)
-    if given.value is not None and array:
-        raise JobError("{given} is for files with columns: an array has none", given=given)
+    batch, given = job.form == "batch", Option("output_column", job.output_column)
     if given.value is not None and job.output and batch and not job.to_table:
         raise JobError(
             "{given} is for plain lines and tables: answers to lines of the Batch API have no "
@@ -330,8 +323,9 @@ def input_remarks(job: JobOutput) -> Iterator[str]:
             yield remark.said(job.spell)
     texts = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
     ours = {*(ANSWER if job.to_table else RECORD)} - (texts if job.embed else set())
-    shown = [f"{k} as {v}" for k, v in job.names.renamed.items() if k in ours]
-    if shown and job.names.columns & ours:
+    renamed = {k: v for k, v in job.names.renamed.items() if v != job.output_column}
+    shown = [f"{k} as {v}" for k, v in renamed.items() if k in ours]
+    if shown:
         yield COLUMNS_REMARK % ", ".join(shown)
     if job.from_table and not job.embed and columns and columns.alike:
         yield settings_remark(columns.alike).said(job.spell)

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['BROKEN', 'cant_read', 'read_raw']
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000026
-import csv, errno, itertools, json, lzma, os, re, zlib
+import csv, errno, itertools, json, math, os, re, zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +59,21 @@ def prompt_line(raw: bytes) -> bytes:
     return raw
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    "The JSON object of `pairs`. Raises `ValueError` for a key that stands there twice."
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [k for k, _ in pairs]
+        twice = next(k for k in keys if keys.count(k) > 1)
+        raise ValueError(f"{twice!r:.60} stands twice in one object")
+    return found
+
+
+def finite(text: str) -> float | str:
+    "The JSON number `text`, or where no float is as large the text itself."
+    return v if math.isfinite(v := float(text)) else text
+
+
 def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
     """As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for
     one that is broken."""
@@ -67,7 +82,7 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
         yield from read_lines(f, LONGEST_LINE)
     else:
         try:
-            items = json.load(f)
+            items = json.load(f, object_pairs_hook=unique_keys, parse_float=finite)
         except (ValueError, RecursionError) as e:
             raise JobError(
                 f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"
@@ -76,7 +91,7 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
             yield number, encode_json(d).encode()
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000035
-BROKEN = OSError, EOFError, zlib.error, lzma.LZMAError, csv.Error, UnicodeDecodeError
+BROKEN = OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError
 
 
 def cant_read(name: str | Path, e: Exception, table: bool = True, number: int = 0) -> JobError:
@@ -104,6 +119,8 @@ def read_raw(
             table = TableFile(name, kind, text_form)
             read = columns or Columns(table.names, name, text=not table.schema)
             for number, cells, why in table.rows(None if read.keep else read.needed):
+                if read.text and not why and None in cells.values():
+                    read.short = read.short or number
                 row = read.row(cells)
                 yield number, row._replace(failure=f"not CSV ({why})") if why else row
             return
@@ -170,22 +187,6 @@ def whole_file(path: str | Path) -> Iterator[str]:
             os.unlink(new)
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000045-1
-def write_vectors(records: Records, path: str) -> None:
-    """Write the vectors of plain `records` to `path` as an array of numpy, fp32, a row for each
-    record; of a failure NaN. Raises `ValueError`."""
-    import numpy as np
-
-    n, size = 0, 0
-    for _, d in records():
-        n, size = n + 1, size or len(d.get("embedding") or ())
-    if not size:
-        raise ValueError("there is no vector among the answers")
-    rows = np.lib.format.open_memmap(path, "w+", "float32", (n, size))
-    for i, (_, d) in enumerate(records()):
-        rows[i] = d.get("embedding") or np.nan
-    rows.flush()
-
-
 def export_records(
     records: Records,
     output: str | Path,
@@ -197,9 +198,7 @@ def export_records(
     kind = file_kind(output)
     try:
         with whole_file(output) as new:
-            if kind == "npy":
-                write_vectors(records, new)
-            elif kind == "parquet":
+            if kind == "parquet":
                 write_parquet(AnswerTable(records, source, names), new)
             elif kind in TABLES:
                 write_csv(AnswerTable(records, source, names), new, output)

@@ -18,8 +18,8 @@ from ..core.params import SETTINGS, SamplingParams
 from ..errors import JobError, Option, check_names
 from .fields import JobOutput, check_fits, check_form, check_paths
 from .fields import columns_of, input_remarks
-from .formats import Raw, export_records
-from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, stamp
+from .formats import Raw, as_json, export_records
+from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, as_journal, stamp
 from .journal import check_stamps, stamp_of, write_settings
 from .journal import drop_side, has_records, journal_of, settings_file, side_of
 from .journal import raw_records, recover, restore, sort_records, without_failures
@@ -156,6 +156,7 @@ class LocalRun(Run):
 
     def steps(self) -> Generator[None, None, None]:
         runner = LineRunner(self.job, self.llm, self.result, self.settle)
+        before = self.llm.stats().loaded_blocks
         source = in_good_order(self, runner.admit, self.outlines)
         try:
             while self.fill(runner, source):
@@ -164,6 +165,8 @@ class LocalRun(Run):
                 yield
         finally:
             runner.abandon()
+            loaded = self.llm.stats().loaded_blocks - before
+            self.result.stored_tokens = loaded * (self.llm.backend.block_size or 0)
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-1
 def lock(path: str | Path, stack: ExitStack) -> None:
@@ -221,13 +224,18 @@ def survey(
                 continue
             if known[0] != digest_of(raw) and not force:
                 unit = "line" if isinstance(raw, bytes) else "row"
+                failed = "give {retry}, which runs what failed again, or another output"
                 raise JobError(
-                    "{unit} {number} of {name} is not what it was when it was answered",
-                    advice="give another output, or {force}, which keeps the old answer",
+                    "{unit} {number} of {name} is not what it was when it {was}",
+                    advice=failed
+                    if known[1]
+                    else "give another output, or {force}, which keeps the old answer",
                     unit=unit,
                     number=number,
                     name=name,
+                    was="failed" if known[1] else "was answered",
                     force=Option("force", True),
+                    retry=Option("retry_errors", True),
                 )
             r.failed += known[1]
             r.before += 1
@@ -327,7 +335,8 @@ def open_outbox(job: Job) -> Iterator[Outbox]:
         paths = [journal_of(p) for p in (job.output, job.error_file) if p]
         made = [StandardOutput() if p == "-" else AnswerFile(p) for p in paths]
         files = [stack.enter_context(closing(f)) for f in made]
-        yield Outbox(files[0], files[-1], job.ordered, job.names)
+        form = as_json if paths[0] == str(job.output) else as_journal
+        yield Outbox(files[0], files[-1], job.ordered, job.names, form)
 
 
 def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
@@ -347,11 +356,14 @@ def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
 def finish(job: Job, unsorted: bool) -> None:
     "Put the records of `job` in order, and make its output of them, if it is not that already."
     assert job.output is not None
-    journal, table = journal_of(job.output), file_kind(job.output) in {*TABLES, "npy"}
+    journal, table = journal_of(job.output), file_kind(job.output) in TABLES
     if job.ordered and unsorted:
         for path in has_records(None if job.output == "-" else journal, job.error_file):
             sort_records(path, job.names)
     some = has_records(journal)
+    for path in (job.output, job.error_file):  # there also where there was no request
+        if path and path != "-" and journal_of(path) == str(path):
+            open(path, "ab").close()
     if journal == str(job.output) or not some and Path(job.output).exists():
         return
     if table and some:
@@ -419,7 +431,17 @@ class Job(JobOutput):
 
     def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
         "The `JobResult` to begin with, and what ended the reading of the input early."
-        return survey(self.raw(), book, self.input, self.force, self.limit is None)
+        found = survey(self.raw(), book, self.input, self.force, self.limit is None)
+        self.warn_of_gaps()
+        return found
+
+    def warn_of_gaps(self) -> None:
+        "Say which row of a CSV is the first with too few cells, once all have been read."
+        if self.columns and (number := self.columns.short):
+            self.warn(
+                f"{self.input}: row {number} is the first with fewer cells than the header: "
+                "those are taken as empty"
+            )
 
     def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
         "The `Run` of this job with `llm`; the files of `outbox` are open."

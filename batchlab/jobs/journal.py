@@ -9,10 +9,12 @@ from __future__ import annotations
 __all__ = []
 
 # %% ../../nbs/6_jobs/journal.ipynb #jb000013
-import errno, hashlib, itertools, json, math, os, re, sqlite3, sys, time
+import errno, hashlib, io, itertools, json, math, os, re, sqlite3, sys, time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,53 @@ class StandardOutput(AnswerFile):
         self.sync()
 
 # %% ../../nbs/6_jobs/journal.ipynb #e5d10b9d
+FLOATS = "\0floats"  # key of an object that stands for so many numbers
+
+
+def pack_floats(v: Any, data: bytearray) -> Any:
+    """JSON value `v` with an object in place of each long list of numbers of fp32, whose bytes are
+    added to `data`."""
+    if isinstance(v, dict):
+        return {k: pack_floats(x, data) for k, x in v.items()}
+    if not isinstance(v, list):
+        return v
+    if len(v) > 31 and {*map(type, v)} == {float} and (numbers := array("f", v)).tolist() == v:
+        data += numbers.tobytes()
+        return {FLOATS: len(v)}
+    return [*map(partial(pack_floats, data=data), v)]
+
+
+def as_journal(d: dict[str, Any]) -> bytes:
+    """Record `d` as a line of a journal: its JSON or, each behind a zero byte, its JSON and the
+    numbers of its vectors, four bytes each."""
+    line = as_json(pack_floats(d, data := bytearray()))
+    if not data:
+        return line
+    numbers = data.replace(b"\1", b"\1\2").replace(b"\n", b"\1\3")
+    return b"\0" + line[:-1] + b"\0" + numbers + b"\n"
+
+
+def from_journal(raw: bytes) -> Any:
+    "What `as_journal` or `as_json` made line `raw` of. Raises `ValueError`, `RecursionError`."
+    if not raw.startswith(b"\0"):
+        return json.loads(raw)
+    _, text, tail = raw.split(b"\0", 2)
+    data = io.BytesIO(tail.replace(b"\1\3", b"\n").replace(b"\1\2", b"\1"))
+
+    def unpack(d: dict[str, Any]) -> Any:
+        if FLOATS not in d:
+            return d
+        numbers = array("f", data.read(4 * d[FLOATS])).tolist()
+        if len(numbers) < d[FLOATS]:
+            raise ValueError("it is cut off")
+        return numbers
+
+    found = json.loads(text, object_hook=unpack)
+    if data.read():
+        raise ValueError("there is more in it than numbers")
+    return found
+
+# %% ../../nbs/6_jobs/journal.ipynb #e5d10b9f
 KEY = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})(?:_([0-9a-f]{12}))?")
 Found = tuple[int, str, dict[str, Any]]  # line number, digest, record
 
@@ -125,7 +174,7 @@ def read_record(raw: bytes, names: AnswerNames = UNNAMED) -> Found | None:
     """`(line number, digest, record)` of a line of answers, or None. `names`: what its own keys
     are called in the file."""
     try:
-        d = json.loads(raw)
+        d = from_journal(raw)
     except (ValueError, RecursionError):
         return None
     return found_of(names.read(d) if isinstance(d, dict) else d)
@@ -187,7 +236,8 @@ class Ledgerbook:
         "Enter a record found on the disk."
         failed = record["error"] is not None
         self.db.execute("insert or replace into lines values (?, ?, ?)", (number, digest, failed))
-        if record.get("custom_id") is not None:
+        code = record["error"] and record["error"].get("code")
+        if record.get("custom_id") is not None and code != "duplicate_custom_id":
             self.claim(record["custom_id"], number)
         if key := key_of(record):
             self.stamps.add(key[3])
@@ -219,7 +269,7 @@ class Ledgerbook:
         return self.db.execute("select number from ids where id = ?", (key,)).fetchone()[0]
 
     def distinct(self, line: JobLine) -> JobLine:
-        "`line`, which fails if its id was used before; the id then stays with the first."
+        "`line`, which fails if its id is that of a line before it."
         custom_id = line.ids.get("custom_id")
         if custom_id is None or (first := self.claim(custom_id, line.number)) is None:
             return line
@@ -227,7 +277,6 @@ class Ledgerbook:
             "duplicate_custom_id",
             f"custom_id {custom_id!r:.60} is that of {line.unit} {first} already",
         )
-        line.ids = {}
         return line
 
 # %% ../../nbs/6_jobs/journal.ipynb #88c8f899
@@ -328,7 +377,7 @@ def settings_file(output: str | Path) -> Path:
 def journal_of(output: str | Path) -> str:
     """The file that grows, record by record: `output` itself if it is plain JSONL, else one
     beside it."""
-    table = file_kind(output) in {*TABLES, "npy"} or Path(output).suffix.lower() in OPENERS
+    table = file_kind(output) in TABLES or Path(output).suffix.lower() in OPENERS
     return str(side_of(output) / "answers.jsonl") if table else str(output)
 
 
@@ -425,8 +474,6 @@ def table_records(output: str | Path, called: AnswerNames) -> Iterator[dict[str,
 def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[Found]:
     """Yield what `output` was made of, a table or a packed file, as `read_record` does. Raises
     `JobError` if a job did not make it."""
-    if file_kind(output) == "npy":
-        raise taken(output)
     packed = lambda: map(called.read, records_of(output))
     try:
         for d in table_records(output, called) if file_kind(output) in TABLES else packed():
@@ -440,7 +487,7 @@ def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Itera
 def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:
     "Make a journal of the finished `output`, to resume from it. Raises `JobError`."
     records = finished_records(output, names)
-    replace_file(journal_of(output), (as_json(names.written(d)) for *_, d in records))
+    replace_file(journal_of(output), (as_journal(names.written(d)) for *_, d in records))
 
 # %% ../../nbs/6_jobs/journal.ipynb #be8c69b5-1
 def recover(

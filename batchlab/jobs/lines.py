@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.params import SamplingParams
 from . import schema as openai
-from .formats import LONGEST_LINE, Raw
+from .formats import LONGEST_LINE, Raw, finite, unique_keys
 from batchlab.jobs.schema import (
     ALIASES,
     DROPPED,
@@ -59,7 +59,7 @@ from batchlab.jobs.tables import (
     kept_cells,
     json_value,
 )
-from .responses import ResponseAsked, chat_body, read_response
+from .responses import ResponseAsked, Roles, chat_body, read_response, roles_of
 from .responses import renamed, renaming, response_head, response_of
 from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
@@ -138,15 +138,20 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-_strict = json.JSONDecoder(
-    parse_constant=_no_constant
-).decode  # json.loads would make a decoder for each line
+_decoders = {  # json.loads would make one for each line
+    strict: json.JSONDecoder(
+        object_pairs_hook=unique_keys,
+        parse_float=finite,
+        parse_constant=_no_constant if strict else None,
+    ).decode
+    for strict in (True, False)
+}
 
 
 def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
     "The JSON object in the bytes `raw`. `strict`: without NaN. Raises `BadRequest`."
     try:
-        d = (_strict if strict else json.loads)(raw.decode("utf-8-sig"))
+        d = _decoders[strict](raw.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
         wide = (
             ", and looks like UTF-16: give encoding (--encoding utf-16)"
@@ -463,16 +468,23 @@ DEFAULTS = openai.DEFAULTS | dict(
 
 class ParamsCache(dict[str, SamplingParams]):
     """The `SamplingParams` of lines, `given` for what they leave open, made once for all that
-    ask for the same; and how a model writes tool calls."""
+    ask for the same; how a model writes tool calls, and which roles its template takes."""
 
     def __init__(self, given: dict[str, Any] | None = None) -> None:
         self.given, self.formats = given or {}, dict[Any, ToolFormat | None]()
+        self.takes = dict[Any, Roles]()
 
     def format(self, tokenizer: Any, template: str | None) -> ToolFormat | None:
         "`format_of` the two, found out once."
         if template not in self.formats:
             self.formats[template] = format_of(tokenizer, template)
         return self.formats[template]
+
+    def roles(self, tokenizer: Any, template: str | None) -> Roles:
+        "`roles_of` the two, found out once."
+        if template not in self.takes:
+            self.takes[template] = roles_of(tokenizer, template)
+        return self.takes[template]
 
     def of(self, line: JobLine) -> SamplingParams:
         "Those of `line`, which wants text. Raises `BadRequest`, `ParamError`."
@@ -528,11 +540,12 @@ def answer_of(
             partial(parse_answer, line.tool_format, line.tools) if line.tools else None
         )  # (text, key)
         name = f"{line.number}-{line.digest}"
-        kind = "chat" if line.response else line.kind
-        body = answer_body(out, kind, name, model, read)
         if line.response:
             assert out.params
-            body = response_of(response_head(line.response, out.params, name, model), body)
+            head = response_head(line.response, out.params, name, model)
+            body = response_of(head, out, line.tools, line.tool_format)
+        else:
+            body = answer_body(out, line.kind, name, model, read)
         record: dict[str, Any] = dict(
             id=line.key,
             **line.named,

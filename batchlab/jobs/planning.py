@@ -166,6 +166,7 @@ def noted(p: JobPlan, job: Job, names: ModelNames | None) -> Iterator[JobLine]:
         if names:
             names.check(line)
         yield line
+    job.warn_of_gaps()
 
 
 def fail(p: JobPlan, line: JobLine) -> None:

@@ -96,7 +96,7 @@ class PoolingRequest:
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20
 def _listed(v: Any) -> Any:
     "One text, or the ids of one, as a list of texts."
-    ids = isinstance(v, list) and v and all(type(i) is int for i in v)
+    ids = isinstance(v, list) and v and type(v[0]) is int
     return [v] if ids or isinstance(v, str) else v
 
 
@@ -108,9 +108,9 @@ def _plain(v: Any) -> Any:
 
 
 MANY = Field(min_length=1, max_length=MOST_TEXTS)
-Ids = Annotated[list[int], Field(min_length=1)]
-Inputs = Annotated[list[str | Ids], BeforeValidator(_listed), MANY]
-Texts = Annotated[list[str], BeforeValidator(_listed), MANY]
+Ids = Annotated[list[Any], Field(min_length=1)]  # who knows how many there may be looks at each
+Inputs = Annotated[list[str | Ids], MANY, BeforeValidator(_listed)]
+Texts = Annotated[list[str], MANY, BeforeValidator(_listed)]
 FLAG = AliasChoices("use_activation", "normalize", "softmax", "activation")  # older names of it
 Empty = Annotated[dict, Field(max_length=0)]
 
@@ -288,7 +288,7 @@ class TextsGroup(PoolingGroup):
         outs = [p.result() for p in self.parts]
         bad = next((o for o in outs if o.error), None)
         error = self.error or (bad and bad.error)
-        reason = (bad.finish_reason if bad else self.reason) if error else "stop"
+        reason = self.reason if self.error else bad.finish_reason if bad else "stop"
         return TextsOutput(self.request_id, outs, error, self.metrics(), self.fault, reason)
 
 # %% ../../nbs/6_jobs/pooling.ipynb #22198f98-1

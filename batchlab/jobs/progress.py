@@ -22,7 +22,8 @@ __all__ = ['JobResult']
 
 # %% ../../nbs/6_jobs/progress.ipynb #b431d03d
 def _cached(r: JobResult) -> str:
-    return f" ({r.cached_tokens:,} cached)" if r.cached_tokens else ""
+    stored = f", {r.stored_tokens:,} of them in the prefix store" if r.stored_tokens else ""
+    return f" ({r.cached_tokens:,} cached{stored})" if r.cached_tokens else ""
 
 
 def number_of(n: int, what: str) -> str:
@@ -47,10 +48,11 @@ def summary(r: JobResult, spell: Callable[[Option], str] = str) -> str:
     why = f" (the first: {r.first_failure:.200})" if r.first_failure else ""
     again = f"; {spell(Option('retry_errors', True))} runs these again" if r.failed else ""
     cut = f", {r.cut:,} ended at max_tokens" if r.cut else ""
+    drafts = f", {r.accepted_tokens:,} of {r.drafted_tokens:,} drafted tokens were right"
     return (
         f"{r.done:,} of {r.total:,} requests done{before}, {r.failed:,} "
         f"failed{why}{again}{cut}; {r.prompt_tokens:,} tokens in{_cached(r)}, "
-        f"{r.output_tokens:,} out{rate}"
+        f"{r.output_tokens:,} out{rate}{drafts if r.drafted_tokens else ''}"
     )
 
 # %% ../../nbs/6_jobs/progress.ipynb #739c29ae
@@ -58,8 +60,10 @@ def summary(r: JobResult, spell: Callable[[Option], str] = str) -> str:
 class JobResult:
     """How a job went: all its requests; those answered and failed, the `before` of earlier runs
     included; tokens and seconds of this run. `cached_tokens`: those of `prompt_tokens` that an
-    earlier request had computed. `first_failure`: the message of the first failure of this run.
-    `cut`: answers of this run that ended at `max_tokens`."""
+    earlier request had computed, of which `stored_tokens` came from the prefix store.
+    `drafted_tokens`: by speculation, of which the `accepted_tokens` were right.
+    `first_failure`: the message of the first failure of this run. `cut`: answers of this run that
+    ended at `max_tokens`."""
 
     total: int
     answered: int = 0
@@ -71,6 +75,9 @@ class JobResult:
     cached_tokens: int = 0
     first_failure: str = ""
     cut: int = 0
+    stored_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def done(self) -> int:
@@ -82,9 +89,11 @@ class JobResult:
         return (self.output_tokens or self.prompt_tokens) / self.seconds if self.seconds else 0.0
 
     def count(self, out: RequestOutput) -> None:
-        "Count the prompt of `out`, which has been answered."
+        "Count the prompt and the drafts of `out`, which has been answered."
         self.prompt_tokens += len(out.prompt_token_ids or ())
         self.cached_tokens += out.num_cached_tokens
+        self.drafted_tokens += (out.metrics or {}).get("num_drafted_tokens", 0)
+        self.accepted_tokens += (out.metrics or {}).get("num_accepted_tokens", 0)
 
     def left(self) -> float | None:
         "Seconds left, estimated from this run, or None."

@@ -345,7 +345,6 @@ class WorkerInfo:
     name: str
     pid: int
     adapters: Any = None
-    kv_dtype: str | None = None
 
 
 class Worker:
@@ -372,7 +371,6 @@ class Worker:
             os.getpid(),
             engine.adapters
             and SimpleNamespace(known=[*engine.adapters.known], digest=engine.adapters.digest),
-            engine.kv_dtype,
         )
 
     def close(self) -> None:

@@ -9,22 +9,26 @@ import json, secrets, time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from ..core.params import SamplingParams
 from ..errors import ParamError
-from .schema import STATUS, ApiRequest, BadRequest, about, parse_online
+from .schema import STATUS, ApiRequest, BadRequest, ChoiceParts
+from .schema import about, parse_online, usage_of
 from .settings import Body, Whole, read, take
-from .tools import take_tools
+from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
+
+if TYPE_CHECKING:  # a check of a file needs no torch
+    from batchlab.llm.outputs import RequestOutput
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 # %% auto #0
-__all__ = ['RENAMED', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'ResponseAsked', 'read_response', 'chat_body', 'renamed',
-           'renaming', 'ResponseRequest', 'request_of', 'format_shown', 'response_head', 'response_usage',
-           'ResponseParts', 'response_of']
+__all__ = ['RENAMED', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of', 'ResponseAsked', 'read_response',
+           'chat_body', 'renamed', 'renaming', 'ResponseRequest', 'request_of', 'format_shown', 'response_head',
+           'response_usage', 'ResponseParts', 'response_of']
 
 # %% ../../nbs/6_jobs/responses.ipynb #25226e78
 class Form(Body):
@@ -96,11 +100,11 @@ class ResponseBody(Body):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: Reasoning = Reasoning()
-    include: list[Included] = []
+    include: Annotated[list[Included], Field(fail_fast=True)] = []
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None  # of hosted tools
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"  # what is too long is refused by both
     background: bool = False
     store: bool = True
     stream_options: Any = None  # which pad events to hide their lengths
@@ -124,6 +128,7 @@ INSTEAD = dict(
     n="ask once for each answer",
     logprobs=f"give include with {LOGPROBS!r}",
     prompt_logprobs="ask /v1/completions for them",
+    return_token_ids="ask /v1/chat/completions for them",
     context_management="give the items that count",
 )
 
@@ -206,7 +211,7 @@ def read_items(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         want = "a string or a list of at least one item"
         raise ParamError(field="input", value=given, want=want)
-    items = []
+    items, ids = [], set[str]()
     for i, item in enumerate(given):
         at = f"input[{i}]"
         if not isinstance(item, dict):
@@ -218,6 +223,9 @@ def read_items(given: Any) -> list[dict[str, Any]]:
         prefix, reader = ITEMS[kind]
         id = item.get("id")
         own = id if isinstance(id, str) and id else f"{prefix}_{secrets.token_hex(12)}"
+        if own in ids:  # pages of items go by their ids
+            own = f"{prefix}_{secrets.token_hex(12)}"
+        ids.add(own)
         items.append(dict(id=own, status="completed") | reader(item, at))
     return items
 
@@ -244,6 +252,62 @@ def messages_of(
             text = "\n".join(texts_of(item["output"], "output"))
             out.append(dict(role="tool", tool_call_id=item["call_id"], content=text))
     return [dict(role="system", content="\n\n".join(system))] * bool(system) + out
+
+# %% ../../nbs/6_jobs/responses.ipynb #5f2c81ab
+@dataclass(frozen=True)
+class Roles:
+    """Which conversations a chat template takes: with neighbours of one role, with a system message
+    that comes late, with a system message."""
+
+    neighbours: bool = True
+    late: bool = True
+    system: bool = True
+
+
+def roles_of(tokenizer: Any, template: str | None = None) -> Roles:
+    "The `Roles` that the chat template of `tokenizer`, or another `template`, takes and writes down."
+
+    def takes(*roles: str) -> bool:
+        talk = [dict(role=role, content=f"probe {i}") for i, role in enumerate(roles)]
+        try:
+            text = tokenizer.apply_chat_template(talk, chat_template=template, tokenize=False)
+        except Exception:
+            return False
+        return all(m["content"] in text for m in talk)
+
+    late = takes("user", "assistant", "system", "user")
+    return Roles(takes("user", "user"), late, takes("system", "user"))
+
+# %% ../../nbs/6_jobs/responses.ipynb #5f2c81ac
+def joined(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    "Two messages of one role as one."
+    calls = [*a.get("tool_calls", ()), *b.get("tool_calls", ())]
+    texts = [text for m in (a, b) if (text := m["content"])]
+    content = "\n".join(texts) if texts or not calls else None
+    return a | b | dict(content=content) | (dict(tool_calls=calls) if calls else {})
+
+
+def fit_roles(messages: list[dict[str, Any]], roles: Roles) -> list[dict[str, Any]]:
+    "`messages`, whose contents are texts, with what a template of `roles` refuses put elsewhere."
+    is_system = lambda m: m["role"] in ("system", "developer")
+    if not (roles.late and roles.system):
+        said = "\n\n".join(m["content"] for m in messages if is_system(m))
+        messages = [m for m in messages if not is_system(m)]
+        users = [i for i, m in enumerate(messages) if m["role"] == "user"]
+        if said and users and not roles.system:
+            first = messages[users[0]]
+            messages[users[0]] = first | dict(content=f"{said}\n\n{first['content']}")
+        elif said:
+            messages = [dict(role="system" if roles.system else "user", content=said), *messages]
+    if roles.neighbours:
+        return messages
+    found = list[dict[str, Any]]()
+    for m in messages:
+        if found and m["role"] in ("user", "assistant") and found[-1]["role"] == m["role"]:
+            found[-1] = joined(found[-1], m)
+        else:
+            found.append(m)
+    return found
 
 # %% ../../nbs/6_jobs/responses.ipynb #3662609a
 def chat_tool(given: Any, at: str) -> dict[str, Any]:
@@ -511,6 +575,13 @@ class ItemEvents:
 class GrowingItems(ItemEvents):
     "Items that grow by the deltas of a chat."
 
+    def _is_whole_call(self) -> bool:
+        "Whether the item that grows is a call with all of its arguments."
+        try:
+            return isinstance(json.loads((self.item or {}).get("arguments", "")), dict)
+        except ValueError:
+            return False
+
     def _scores_of_text(self) -> list[Any]:
         "The log probabilities that no event has yet, but for those of a thought."
         scores, self.scores = self.scores, []
@@ -581,7 +652,7 @@ class ResponseParts(GrowingItems):
         if not self.response["output"]:
             self._write("message", "", self._scores_of_text())
         status = "incomplete" if reason == "length" else "completed"
-        self._close(status)
+        self._close("completed" if self._is_whole_call() else status)
         self.response |= dict(status=status, usage=response_usage(usage))
         if status == "incomplete":
             self.response["incomplete_details"] = dict(reason="max_output_tokens")
@@ -609,14 +680,18 @@ class ResponseParts(GrowingItems):
         return begun + self._taken()
 
 # %% ../../nbs/6_jobs/responses.ipynb #517bea1f
-def response_of(head: dict[str, Any], chat: dict[str, Any]) -> dict[str, Any]:
-    "`head`, as `response_head` gives it, with the answer in `chat`, the body that the chat endpoint gives."
-    parts, [choice] = ResponseParts(head), chat["choices"]
-    message = dict(choice["message"])
-    calls = message.pop("tool_calls", ())
-    used = response_usage(chat["usage"])["output_tokens_details"]
-    parts.take(message, choice["logprobs"], used["reasoning_tokens"])
-    for call in calls:
-        parts.take(dict(tool_calls=[call]))
-    parts.end(choice["finish_reason"], chat["usage"])
+def response_of(
+    head: dict[str, Any],
+    out: RequestOutput,
+    tools: ToolChoice | None = None,
+    tool_format: ToolFormat | None = None,
+) -> dict[str, Any]:
+    "`head`, as `response_head` gives it, with the answer `out`, which may call `tools`."
+    parts, c, p = ResponseParts(head), out.outputs[0], out.params
+    assert p is not None
+    parser = ToolParser(tool_format, tools, f"{parts.name}-0") if tools else None
+    choice = ChoiceParts(0, True, p.logprobs, p.logprob_token_ids, parser)
+    for part in map(json.loads, choice.since(c, "")):
+        parts.take(part["delta"], part["logprobs"], c.num_reasoning_tokens)
+    parts.end(c.finish_reason, usage_of(out))
     return parts.response

@@ -72,9 +72,9 @@ def run(
     a `JobResult`. Called again, it goes on where it ended.
 
     `input`: JSONL, CSV, TSV, Parquet, or text with one prompt a line. `output`: .jsonl, .csv,
-    .tsv or .parquet. `sampling_params`: a dict or `SamplingParams`, for what rows and lines
-    leave open: a dict leaves the rest to the command, temperature 0 and 256 tokens, an object
-    brings its own defaults. `model`: a name, a
+    .tsv or .parquet. `sampling_params`: for what rows and lines leave open, a dict beside the
+    command's defaults, temperature 0 and 256 tokens, or a `SamplingParams` with its own,
+    temperature 1 and 16 tokens. `model`: a name, a
     folder, or an `LLM`; it is only loaded if there is something to do. `prompt_template`:
     'Translate to {lang}: {text}', of a table's columns; without one the prompt is in
     `prompt_column`, or a conversation in the column `messages`. `chat`: each prompt is a user's

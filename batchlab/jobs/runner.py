@@ -21,6 +21,7 @@ from ..tasks.lora import adapter_names
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
 from .schema import BadRequest
 from .pooling import TextsOutput
+from .responses import fit_roles
 from .tools import conversation_with, tool_params
 
 if TYPE_CHECKING:  # a dry run needs no torch
@@ -31,15 +32,13 @@ if TYPE_CHECKING:  # a dry run needs no torch
 
 # %% ../../nbs/6_jobs/runner.ipynb #66c77235
 def model_digest(llm: Any) -> str:
-    """16 hex digits that change with the weights, their quantization, the numbers that keys and
-    values are kept in, the chat template of `llm`, or its named adapters."""
+    """16 hex digits that change with the weights, their quantization, the chat template of `llm`,
+    or its named adapters."""
     about: tuple[Any, ...] = (
         llm.weights_digest,
         llm.quantization,
         getattr(llm.tokenizer, "chat_template", None),
     )
-    if kv_dtype := getattr(llm, "kv_dtype", None):
-        about += (kv_dtype,)
     if adapters := getattr(llm, "adapters", None):
         about += (adapters.digest,)
     return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
@@ -83,6 +82,9 @@ def admit_line(
             group = line.pooling.as_group(llm, line.key, on_event, line.number)
         else:
             group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
+            if line.response and line.messages:
+                roles = params.roles(llm.tokenizer, line.chat_options.get("chat_template"))
+                line.messages = fit_roles(line.messages, roles)
             prompt, own = line.conversation if chat else line.prompt, params.of(line)
             if line.tools or any("tool_calls" in m for m in line.messages or ()):
                 template = line.chat_options.get("chat_template")
@@ -92,7 +94,7 @@ def admit_line(
             if line.tools:
                 own = tool_params(own, line.tool_format, line.tools)
             settings = Settings(own, adapter=line.adapter or adapter_named(llm, line.model))
-            group = admit(llm, group, read_prompt(prompt, settings, chat))
+            group = admit(llm, group, read_prompt(prompt, settings, chat, llm.max_model_len))
         if group.error is None:
             return group
         too_long = group.reason == "too_long"
@@ -172,7 +174,7 @@ class ModelNames:
 
     def check(self, line: JobLine) -> None:
         "Let `line` fail if it asks for a model that is not here."
-        known = {*self.names, *(name.rpartition("/")[2] for name in self.names), *self.adapters}
+        known = [*self.names, *(name.rpartition("/")[2] for name in self.names), *self.adapters]
         free = self.any_model and not self.adapters
         if line.failure or line.model is None or line.model in known or free:
             return

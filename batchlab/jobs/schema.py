@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json, math, time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
 
 from ..errors import ParamError, PromptError
 from .settings import ALIASES, DROPPED, KNOWN_SETTINGS, Body, Whole
@@ -103,12 +105,24 @@ def plain_text(content: Any, where: str) -> Any:
         return content
     from batchlab.models import text_of
 
+    said = lambda p: dict(type="text", text=p.get("refusal"))  # of an assistant that refused
+    refused = lambda p: isinstance(p, dict) and p.get("type") == "refusal"
     try:
-        return text_of(content, where)
+        return text_of([said(p) if refused(p) else p for p in content], where)
     except PromptError as e:
         raise _bad(str(e)) from None
 
 # %% ../../nbs/6_jobs/schema.ipynb #too40001
+def cut_object(text: str) -> Any:
+    "What came of the JSON in `text` before it was cut off, as the arguments of a call may be, or None."
+    with suppress(ValueError, RecursionError):
+        json.JSONDecoder().raw_decode(text.lstrip())
+        return None  # it is whole, and there is more behind it
+    with suppress(ValueError):
+        return from_json(text, allow_partial="trailing-strings")
+    return None
+
+
 def _call_of(c: Any, where: str) -> dict[str, Any]:
     "One of a message's `tool_calls`, with its arguments as a dict. Raises `BadRequest`."
     f = c.get("function") if isinstance(c, dict) else None
@@ -125,7 +139,7 @@ def _call_of(c: Any, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
-        arguments = None
+        arguments = cut_object(str(given))
     if not isinstance(arguments, dict):
         raise _bad(f"{where}.function.arguments must be a JSON object, got {given!r:.60}")
     return dict(type="function") | c | dict(function=f | dict(arguments=arguments))
@@ -134,6 +148,8 @@ def _call_of(c: Any, where: str) -> dict[str, Any]:
 def _message_of(m: dict[str, Any], where: str) -> dict[str, Any]:
     "A message as a chat template takes it. Raises `BadRequest`."
     out = m | dict(content=plain_text(m.get("content"), where))
+    if out["content"] is None and isinstance(refusal := out.pop("refusal", None), str):
+        out["content"] = refusal  # which is what the assistant said
     calls = out.pop("tool_calls", None)
     if m.get("role") == "developer":
         out["role"] = "system"
@@ -177,12 +193,8 @@ def as_messages(messages: Any, system: str | None = None) -> list[dict[str, Any]
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000038
 def _is_prompt(p: Any) -> bool:
-    return (
-        isinstance(p, str)
-        or isinstance(p, list)
-        and bool(p)
-        and all(whole_number(i) is not None for i in p)
-    )
+    "Whether `p` is a text or begins as ids do; who knows how many there may be looks at the others."
+    return isinstance(p, str) or isinstance(p, list) and whole_number([*p[:1], None][0]) is not None
 
 
 def many_prompts(prompt: Any) -> list[str | list[int]]:
@@ -511,6 +523,7 @@ class OnlineBody(Body):
     stream_options: StreamOptions | None = None
     priority: Whole = 0  # lower goes first
     prompt_logprobs: Whole | None = None
+    return_token_ids: bool = False
 
 
 class ChatBody(OnlineBody, Talk):
@@ -529,7 +542,8 @@ class ApiRequest:
 
     `stream`: the answer is wanted in parts; `usage`: with the tokens counted at its end,
     `usage_each`: and so far in each part. `echo`: with the prompt before it. `silent`: no tokens
-    are wanted, and `params` ask for one, as they must. `tools`: which functions the answer may
+    are wanted, and `params` ask for one, as they must. `token_ids`: the ids of prompt and answer
+    are wanted, too. `tools`: which functions the answer may
     call, and `tool_format` how the model writes calls."""
 
     kind: str
@@ -541,6 +555,7 @@ class ApiRequest:
     usage_each: bool = False
     echo: bool = False
     silent: bool = False
+    token_ids: bool = False
     priority: int = 0
     asked: dict[str, Any] = field(default_factory=dict)  # the body
     tools: ToolChoice | None = None
@@ -597,6 +612,7 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
         usage_each=usage and bool(parts.continuous_usage_stats),
         echo=echo,
         silent=silent,
+        token_ids=given.return_token_ids,
         priority=given.priority,
         asked=body,
     )
@@ -660,7 +676,7 @@ class ChoiceParts:
         parser: ToolParser | None,
     ) -> None:
         self.index, self.chat, self.top, self.ids, self.parser = index, chat, top, ids, parser
-        self.chars = self.thought = self.tokens = self.offset = 0
+        self.chars = self.thought = self.tokens = self.offset = self.given = 0
         self.begun = self.ended = False
 
     def _logprobs(self, c: CompletionOutput, first: str) -> dict[str, Any] | None:
@@ -674,8 +690,11 @@ class ChoiceParts:
             self.offset = token_offsets(c.text, found["tokens"], self.offset)[-1]
         return found
 
-    def since(self, c: CompletionOutput, first: str) -> list[str]:
-        "What the choice got, as JSON, a part for each delta."
+    def since(
+        self, c: CompletionOutput, first: str, token_ids: Sequence[int] | None = None
+    ) -> list[str]:
+        """What the choice got, as JSON, a part for each delta. `token_ids`: those of the answer so
+        far, if the parts are to have them."""
         text, reason = c.text[self.chars :], c.finish_reason
         thought = (c.reasoning or "")[self.thought :]
         if self.ended or self.begun and not text and not thought and not reason:
@@ -692,14 +711,17 @@ class ChoiceParts:
         logprobs, self.tokens = self._logprobs(c, first), len(c.token_ids)
         if not self.begun:
             deltas[0] = dict(role="assistant", content=None) | deltas[0]
-        self.begun, parts = True, []
+        self.begun, parts, own = True, [], ""
+        if token_ids is not None:
+            own, self.given = f',"token_ids":{_dumps(token_ids[self.given :])}', len(token_ids)
         for i, delta in enumerate(deltas):
             said = f'"delta":{_dumps(delta)}' if self.chat else f'"text":{_dumps(text)}'
             settled = _dumps((logprobs or None) if i == 0 else None)
             end = _dumps(reason if i == len(deltas) - 1 else None)
             parts.append(
-                f'{{"index":{self.index},{said},"logprobs":{settled},"finish_reason":{end}}}'
+                f'{{"index":{self.index},{said},"logprobs":{settled},"finish_reason":{end}{own}}}'
             )
+            own = own and ',"token_ids":[]'
         return parts
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl0011b
@@ -720,9 +742,9 @@ class Parts:
         usage: bool = False,
         parser: Callable[[int], ToolParser] | None = None,
     ) -> None:
-        self.usage, self.choices = usage, dict[int, ChoiceParts]()
+        self.usage, self.choices, self.chat = usage, dict[int, ChoiceParts](), kind == "chat"
         self.new = lambda i: ChoiceParts(i, kind == "chat", top, ids, parser and parser(i))
-        self.head = f'data: {_dumps(head_of(kind, name, model, True))[:-1]},"choices":['
+        self.head = f"data: {_dumps(head_of(kind, name, model, True))[:-1]},"
 
     def since(
         self,
@@ -730,19 +752,25 @@ class Parts:
         start: int = 0,
         first: str = "",
         used: Sequence[tuple[int, int]] | None = None,
+        ids: tuple[Sequence[int], Sequence[Sequence[int]]] | None = None,
     ) -> bytes:
         """Events for each of `outputs` that has got anything, maybe none. `start`: the index of
         the first; `first`: as in `text_logprobs`.
 
         `used`: for each its tokens `(of the prompt, of the answer)` so far, if each part is to
-        say them."""
-        events = []
+        say them. `ids`: the ids of the prompt, and of each answer so far, which vLLM's parts have:
+        the prompt's in the first of each choice, in a chat beside it."""
+        events = list[str]()
         for i, c in enumerate(outputs):
             index = start + c.index
             if index not in self.choices:
                 self.choices[index] = self.new(index)
-            tail = self._tail(used[i] if used else None)
-            events += [self.head + new + tail for new in self.choices[index].since(c, first)]
+            fresh, tail = not self.choices[index].begun, self._tail(used[i] if used else None)
+            own = f'"prompt_token_ids":{_dumps(ids[0])},' if ids and fresh else ""
+            for part in self.choices[index].since(c, first, ids and ids[1][i]):
+                beside, inside = (own, "") if self.chat else ("", own)
+                events.append(f'{self.head}{beside}"choices":[{{{inside}{part[1:]}{tail}')
+                own = ""
         return "".join(events).encode()
 
     def _tail(self, used: tuple[int, int] | None) -> str:
@@ -755,4 +783,5 @@ class Parts:
 
     def end(self, usage: dict[str, Any] | None = None) -> bytes:
         "The last events."
-        return (f'{self.head}],"usage":{_dumps(usage)}}}\n\n'.encode() if usage else b"") + DONE
+        last = f'{self.head}"choices":[],"usage":{_dumps(usage)}}}\n\n' if usage else ""
+        return last.encode() + DONE

@@ -16,10 +16,10 @@ from ..errors import ParamError, near_name, whole_number
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'Whole', 'B', 'WANTS', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'IGNORED', 'ADVICE', 'INSTEAD', 'ELSEWHERE',
-           'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORMS', 'RANGES', 'LENGTHS', 'Body', 'read', 'take',
-           'names_elsewhere', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'say_ignored', 'ResponseFormat',
-           'structured_of', 'form_of', 'logprobs_of', 'check_sizes', 'settings_of']
+__all__ = ['log', 'Whole', 'B', 'MOST_KEYS', 'WANTS', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'IGNORED', 'ADVICE', 'INSTEAD',
+           'ELSEWHERE', 'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORMS', 'RANGES', 'LENGTHS', 'MOST_WORDS', 'Body',
+           'read', 'take', 'names_elsewhere', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'say_ignored',
+           'ResponseFormat', 'structured_of', 'form_of', 'logprobs_of', 'check_sizes', 'settings_of']
 
 # %% ../../nbs/6_jobs/settings.ipynb #setbody2
 def _whole(v: Any) -> Any:
@@ -36,6 +36,7 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+MOST_KEYS = 4000  # of an object in a body
 WANTS = dict(
     bool_type="true or false",
     int_type="a whole number",
@@ -55,6 +56,10 @@ def read(model: type[B], given: Any, at: str = "") -> B:
     key that does not fit."""
     if isinstance(given, dict):
         given = {k: v for k, v in given.items() if v is not None}
+        for k, v in (("", given), *given.items()):
+            if isinstance(v, dict) and len(v) > MOST_KEYS:  # each would be an error of its own
+                why = f"{k or at or 'the body'} has over {MOST_KEYS:,} keys: send fewer"
+                raise ParamError(why, field=k or at)
     try:
         return model.model_validate(given)
     except ValidationError as e:
@@ -267,7 +272,10 @@ RANGES = dict(
     prompt_logprobs=(0, 20),
     top_k=(-1, 2**31 - 1),
 )
-LENGTHS = dict(stop=128, bad_words=1024, stop_token_ids=1024)
+LENGTHS = dict(
+    stop=128, bad_words=1024, stop_token_ids=1024, logit_bias=2**18, allowed_token_ids=2**18
+)
+MOST_WORDS = 2**16  # characters of all `bad_words`, each of which is spelled in several ways
 
 
 def check_sizes(given: dict[str, Any]) -> None:
@@ -278,8 +286,12 @@ def check_sizes(given: dict[str, Any]) -> None:
             want = f"a whole number from {least} to {most:,}"
             raise ParamError(field=k, value=given[k], want=want)
     for k in LENGTHS.keys() & given.keys():
-        if isinstance(v := given[k], (list, tuple)) and len(v) > LENGTHS[k]:
+        if isinstance(v := given[k], (list, tuple, dict)) and len(v) > LENGTHS[k]:
             raise ParamError(f"{k} may have up to {LENGTHS[k]:,} entries, got {len(v):,}", field=k)
+    words = given.get("bad_words")
+    if isinstance(words, list) and sum(len(w) for w in words if isinstance(w, str)) > MOST_WORDS:
+        why = f"bad_words may have up to {MOST_WORDS:,} characters in all"
+        raise ParamError(why, field="bad_words")
 
 # %% ../../nbs/6_jobs/settings.ipynb #nam00019
 def settings_of(given: dict[str, Any], chat: bool = False) -> dict[str, Any]:

@@ -5,12 +5,13 @@
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import bz2, codecs, csv, gzip, io, itertools, json, lzma, math, re, string
+import codecs, csv, gzip, io, itertools, json, math, re, string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import JobError, Message, Option, near_name, whole_number
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 # %% auto #0
-__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'INT', 'FLOAT', 'TRUTH', 'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS',
-           'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS', 'COLUMNS_REMARK', 'UNNAMED', 'encode_json',
-           'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'unpacked', 'opener', 'suffix_of', 'file_kind', 'opener_of',
-           'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text', 'free_name', 'unique_names',
-           'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing', 'MissingCell', 'formatted',
-           'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk', 'settings_remark', 'check_setting',
-           'AnswerNames', 'Row', 'from_json', 'setting_of', 'ColumnNames', 'Columns', 'json_value', 'kept_cells',
-           'whole', 'table_rows', 'flat', 'record_of_rows', 'kind_of', 'type_of', 'cast', 'readable', 'AnswerRows',
-           'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
+__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_MARKS', 'ONLY_PADS', 'INT', 'FLOAT', 'TRUTH',
+           'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS',
+           'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'suffix_of',
+           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text',
+           'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing',
+           'MissingCell', 'formatted', 'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk',
+           'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json', 'without_gaps', 'setting_of',
+           'ColumnNames', 'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'record_of_rows',
+           'kind_of', 'kind_of_text', 'type_of', 'cast', 'readable', 'AnswerRows', 'AnswerTable', 'cell_text',
+           'write_csv', 'arrow_schema', 'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
 class Chunks(io.RawIOBase):
@@ -51,45 +53,8 @@ class Chunks(io.RawIOBase):
         self.source.close()
         super().close()
 
-
-def unpacked(
-    file: IO[bytes], new: type[bz2.BZ2Decompressor] | type[lzma.LZMADecompressor]
-) -> Iterator[bytes]:
-    """Yield the bytes of packed `file`, stream after stream, each through a `new()`. Raises what
-    that raises, and `EOFError` for a stream without an end."""
-    stream, size = new(), 2**16
-    for packed in iter(lambda: file.read(size), b""):
-        while packed := packed if stream else packed.lstrip(b"\0"):
-            stream = stream or new()
-            yield stream.decompress(packed, size)
-            while not (stream.eof or stream.needs_input):
-                yield stream.decompress(b"", size)
-            packed = stream.unused_data
-            if stream.eof:
-                stream = None
-    if stream:
-        raise EOFError("it is cut off: its last stream has no end")
-
-
-def opener(
-    write: Callable[..., IO[Any]], new: type[bz2.BZ2Decompressor] | type[lzma.LZMADecompressor]
-) -> Callable[..., IO[Any]]:
-    "What opens packed files: to write as `write` does, to read through a `new()` for each stream."
-
-    def opened(name: str | Path, mode: str = "rb", **text: Any) -> IO[Any]:
-        if mode != "rb":
-            return write(name, mode, **text)
-        file = open(name, "rb")
-        return io.BufferedReader(Chunks(unpacked(file, new), file))
-
-    return opened
-
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008
-OPENERS: dict[str, Callable[..., IO[Any]]] = {
-    ".gz": gzip.open,
-    ".bz2": opener(bz2.open, bz2.BZ2Decompressor),
-    ".xz": opener(lzma.open, lzma.LZMADecompressor),
-}
+OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open}
 KINDS = {
     ".csv": "csv",
     ".tsv": "tsv",
@@ -101,7 +66,6 @@ KINDS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".jsonlines": "jsonl",
-    ".npy": "npy",
 }
 TABLES = {"csv", "tsv", "parquet"}
 _PANDAS = "pandas.%s({0!r}).to_parquet({1!r}) makes one that can"
@@ -110,7 +74,7 @@ CONVERT = {
     **dict.fromkeys((".feather", ".arrow", ".ipc"), _PANDAS % "read_feather"),
     ".orc": _PANDAS % "read_orc",
     ".zip": "unpack it",
-    ".zst": "pack it as .gz, .bz2 or .xz, or unpack it",
+    **dict.fromkeys((".bz2", ".xz", ".zst"), "pack it as .gz, or unpack it"),
 }
 
 
@@ -121,8 +85,8 @@ def suffix_of(name: str | Path) -> str:
 
 
 def file_kind(name: str | Path) -> str:
-    """'csv', 'tsv', 'parquet', 'npy', 'txt', 'json' or 'jsonl', by the name of a file without
-    its compression."""
+    """'csv', 'tsv', 'parquet', 'txt', 'json' or 'jsonl', by the name of a file without its
+    compression."""
     return KINDS.get(suffix_of(name), "jsonl")
 
 
@@ -135,13 +99,13 @@ def check_input(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name`, or else its beginning, is that of a
     format that can be read."""
     suffix, start = suffix_of(name), b"?"
-    if suffix in KINDS and suffix != ".npy":
+    if suffix in KINDS:
         return
     if suffix not in CONVERT:
         try:
             with opener_of(name)(name, "rb") as f:
                 start = f.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
-        except (OSError, EOFError, lzma.LZMAError):
+        except (OSError, EOFError):
             return  # its reader reports what is wrong
     if start[:1] in (b"", b"{"):
         return
@@ -159,11 +123,12 @@ def check_output(name: str | Path) -> None:
     if suffix and (suffix not in KINDS or kind in ("txt", "json")):
         raise JobError(
             f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, "
-            "all but the last also .gz, .bz2 or .xz"
+            "all but the last also .gz"
         )
-    if kind in ("parquet", "npy") and opener_of(name) is not open:
-        why = "Parquet is compressed in itself" if kind == "parquet" else "an array is not packed"
-        raise JobError(f"{name}: {why}: give {Path(name).with_suffix('')}")
+    if kind == "parquet" and opener_of(name) is not open:
+        raise JobError(
+            f"{name}: Parquet is compressed in itself: give {Path(name).with_suffix('')}"
+        )
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012
 LONGEST_LINE = 2**25  # bytes, or characters of a cell
@@ -178,30 +143,49 @@ def need_parquet() -> Any:
     return pq
 
 
-def encoding_of(start: bytes, path: str | Path) -> str:
-    """The encoding of file `path`, which begins with bytes `start`: UTF-8, or what its mark
-    says. Raises `JobError`."""
-    if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
-        return "utf-32"
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "utf-16"
-    for first, name in (1, "utf-16-le"), (0, "utf-16-be"):
-        half = start[first:200:2]
-        if len(half) > 1 and half.count(0) * 2 > len(half):
-            raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
-    return "utf-8-sig"
+BYTE_ORDER_MARKS = {  # of which encoding; UTF-32 first, as UTF-16's begins likewise
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+    codecs.BOM_UTF8: "utf-8-sig",
+}
+
+
+def encoding_of(start: bytes, path: str | Path, given: str | None = None) -> str:
+    """The encoding of file `path`, which begins with bytes `start`: the one `given`, else UTF-8.
+    Raises `JobError` if its byte order mark is another's, or if it looks like UTF-16."""
+    known = codecs.lookup(given or "utf-8").name
+    mark = next((name for bom, name in BYTE_ORDER_MARKS.items() if start.startswith(bom)), None)
+    if given and mark and not known.startswith(mark.removesuffix("-sig")):
+        raise JobError(
+            "{path} begins with the byte order mark of {mark}, and {given} was given: leave "
+            "that out for this file, or name another",
+            path=path,
+            mark=mark.removesuffix("-sig").upper(),
+            given=Option("encoding", given),
+        )
+    some = start[:200]
+    if not given and (mark not in (None, "utf-8-sig") or some.count(0) * 4 > len(some)):
+        name = mark or "utf-16-le or utf-16-be"
+        raise JobError(f"{path} is no UTF-8, and looks like UTF-16: give its encoding ({name})")
+    return mark or (given if known != "utf-8" and given else "utf-8-sig")
 
 
 def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
-    """Text file `f` as a reader of bytes of UTF-8, whatever its `encoding`; None: UTF-8, or for
-    a plain text as its first bytes say. Raises `JobError`."""
-    if not encoding and file_kind(name) == "txt":
-        encoding = encoding_of(f.peek(2**10), name)  # type: ignore[attr-defined]
-    if encoding in (None, "utf-8-sig"):
+    """Text file `f` as a reader of bytes of UTF-8 whose lines end in a line feed, whatever its
+    `encoding`; None: UTF-8. Raises `JobError`."""
+    if encoding or file_kind(name) == "txt":
+        encoding = encoding_of(f.peek(2**10), name, encoding)  # type: ignore[attr-defined]
+    if encoding not in (None, "utf-8-sig"):
+        text = io.TextIOWrapper(f, encoding, newline="")
+        chunks = iter(lambda: text.read(2**16).encode("utf-8", "surrogatepass"), b"")
+        f = io.BufferedReader(Chunks(chunks, text))
+    start = f.peek(2**10)  # type: ignore[attr-defined]
+    if b"\n" in start or b"\r" not in start[:-1]:
         return f
-    text = io.TextIOWrapper(f, encoding)
-    chunks = iter(lambda: text.read(2**16).encode("utf-8", "surrogatepass"), b"")
-    return io.BufferedReader(Chunks(chunks, text))
+    lines = (chunk.replace(b"\r", b"\n") for chunk in iter(lambda: f.read(2**16), b""))
+    return io.BufferedReader(Chunks(lines, f))  # of an old Mac
 
 
 def free_name(name: str, taken: Collection[str], mark: str = "_", first: int = 2) -> str:
@@ -234,28 +218,23 @@ class TextForm(NamedTuple):
         "The form of file `path`: what is not given is found in its beginning. Raises `JobError`."
         with opener_of(path)(path, "rb") as f:
             start = f.read(2**16)
-        encoding = self.encoding or encoding_of(start, path)
-        header = [*start.decode(encoding, "replace").splitlines(True), ""][0]
-        delimiter = self.delimiter or ("\t" if kind == "tsv" else ",")
-        guessed: dict[str, str] = {}
-        if not self.encoding and encoding != "utf-8-sig":
-            guessed["encoding"] = f"as {encoding.upper()}, as its first bytes say"
-        if not self.delimiter and kind != "tsv" and "," not in header:
+        encoding = encoding_of(start, path, self.encoding)
+        text = start.decode(encoding, "replace")
+        excel = re.match('"?sep=(.)"?\r?\n', text)  # its own first line
+        said = excel[1] if excel else None
+        bare = re.sub('"[^"]*"', "", text) if self.quotes else text
+        header = re.split("(?<=\n)|(?<=\r)(?!\n)", bare, maxsplit=1)[0]
+        delimiter = self.delimiter or said or ("\t" if kind == "tsv" else ",")
+        remarks: tuple[Message, ...] = ()
+        if not (self.delimiter or said) and kind != "tsv" and "," not in header:
             delimiter = max(",;\t", key=header.count)
             if delimiter != ",":
                 mark = "semicolons" if delimiter == ";" else "tabs"
-                guessed["delimiter"] = f"with {mark} between cells, as its header says"
-        remarks = (
-            Message(
-                "{path} is read {found}: {other} reads it otherwise",
-                path=path,
-                found=found,
-                other=Option(option),
-            )
-            for option, found in guessed.items()
-        )
+                said = f"{{path}} is read with {mark} between cells, as its header says: "
+                said += "{other} reads it otherwise"
+                remarks = (Message(said, path=path, other=Option("delimiter")),)
         end = "\r\n" if header.endswith("\r\n") else "\n"
-        return TextForm(delimiter, encoding, self.quotes, end, tuple(remarks))
+        return TextForm(delimiter, encoding, self.quotes, end, remarks)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012-3
 def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:
@@ -296,6 +275,8 @@ def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:
                     f"{e}; a quote within a cell is written twice, and quotes=False (--no-quotes) "
                     "reads all as they are"
                 )
+        if not number and row in ([f"sep={form.delimiter}"], ["sep=", ""]):  # Excel's mark
+            continue
         if row != [] or not number:
             yield row
             number += 1
@@ -399,6 +380,9 @@ def is_missing(v: Any) -> bool:
 class MissingCell(ValueError):
     "A template meets a cell that it can't be filled from."
 
+
+ONLY_PADS = re.compile(r".?[<>^][1-9]?\d*s?")  # what a format says of any text
+
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e016-1
 def formatted(v: Any, how: str | None, spec: str | None) -> str:
     "`v` as `str.format` writes it for `{v!how:spec}`. Raises `ValueError`, `TypeError`."
@@ -461,7 +445,8 @@ class Template:
             advice = self.spell(Option("empty", ""))
             raise MissingCell(f"column {name!r} is empty: {advice} lets it be")
         try:
-            return formatted(literal(v) if spec and isinstance(v, str) else v, how, spec)
+            number = spec and isinstance(v, str) and not ONLY_PADS.fullmatch(spec)
+            return formatted(literal(v) if number else v, how, spec)
         except (ValueError, TypeError) as e:
             raise MissingCell(
                 f"column {name!r} holds {v!r:.40}, which {{{name}:{spec}}} can not write ({e})"
@@ -474,7 +459,7 @@ TRUTH = {k: k[0] in "tT" for k in "True true TRUE False false FALSE".split()}
 
 
 def literal(text: str) -> int | float | bool | str:
-    """The number or truth value that `text` in a CSV stands for, if nothing of it is lost; else
+    """The number or truth value that `text` in a CSV stands for, if it has the same value; else
     `text`."""
     if text in TRUTH:
         return TRUTH[text]
@@ -517,7 +502,7 @@ OURS = {  # names that a record or a table of answers has
     "id",
     "response",
 }
-COLUMNS_REMARK = "columns of the input keep their names; the answers' stand there as others: %s"
+COLUMNS_REMARK = "the input has columns of the same names, so the answers' are renamed: %s"
 
 
 def is_setting_name(name: str) -> bool:
@@ -644,16 +629,24 @@ class Row(NamedTuple):
 
 
 def from_json(name: str, text: str, strict: bool = True) -> Any:
-    """The value in column `name`, JSON as `text`; if not `strict`, text that is none may be a truth
-    value, or itself. Raises `MissingCell`."""
+    """The value in column `name`, JSON as `text`, or a truth value as pandas writes it; if not
+    `strict`, text that is neither is itself. Raises `MissingCell`."""
     try:
         return json.loads(text)
     except RecursionError:
         raise MissingCell(f"column {name!r} is nested too deeply") from None
     except ValueError as e:
-        if not strict:
+        if not strict or text in TRUTH:
             return TRUTH.get(text, text)
         raise MissingCell(f"column {name!r} is not JSON ({e})") from None
+
+
+def without_gaps(v: Any) -> Any:
+    """Value `v` of an Arrow column without the fields that are None at any depth, as its own
+    objects lack them; a schema's `default` may be None."""
+    if isinstance(v, dict):
+        return {k: without_gaps(x) for k, x in v.items() if x is not None or k == "default"}
+    return [*map(without_gaps, v)] if isinstance(v, list) else v
 
 
 def setting_of(name: str, v: Any) -> Any:
@@ -677,7 +670,8 @@ class ColumnNames:
     `system`: a template too. `chat`: prompts are a user's message. `setting_columns`: settings
     of their row; all others are data, whatever they are called. `keep`: rows have all their
     `cells`. `empty`: what stands in a template for an empty cell. `spell`: how messages write an
-    option."""
+    option. `structs`: cells are Arrow's, whose objects have the fields of all others as None.
+    `short`: the first row with fewer cells than there are columns, 0 without one."""
 
     names: Sequence[str]
     where: str | Path = "the table"
@@ -691,6 +685,8 @@ class ColumnNames:
     keep: bool = False
     empty: str | None = None
     spell: Callable[[Option], str] = str
+    structs: bool = False
+    short: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         names, plain = self.names, self.prompt_template is None
@@ -741,9 +737,12 @@ class Columns(ColumnNames):
 
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
+        kept = self.kept(cells) if self.keep else None
+        if self.structs:
+            cells = {k: without_gaps(cells[k]) for k in self.needed}
         held = {k: v for k in self.needed if not is_missing(v := cells.get(k))}
         messages = held.get("messages") if self.talk else None
-        row = Row(custom_id=held.get(self.id_column), cells=self.kept(cells) if self.keep else None)
+        row = Row(custom_id=held.get(self.id_column), cells=kept)
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
             given = {k: setting_of(k, held[k]) for k in self.settings if k in held}
@@ -893,6 +892,14 @@ def kind_of(v: Any) -> str:
     return {bool: "bool", float: "double"}.get(type(v), "string")
 
 
+def kind_of_text(text: str | None) -> str:
+    "As `kind_of`, of a cell of a CSV: a number only where that is written again as `text` stands."
+    if not text:
+        return ""
+    kind = kind_of(found) if str(found := literal(text)) == text else "string"
+    return "big" if kind == "int64" else kind  # 1.0 is not written as 1
+
+
 def type_of(kinds: Collection[str]) -> str:
     "The Arrow type of a column whose values are of these `kinds`; '' if it holds nothing."
     kinds = {*kinds} - {""}
@@ -998,7 +1005,7 @@ class AnswerTable(AnswerRows):
 
     def _kind(self, column: str, v: Any) -> str:
         if column in self.text:
-            return kind_of(literal(v) if v else None)
+            return kind_of_text(v)
         vectors = column not in self.names.columns and self.names.ours(column) in VECTORS
         return "list" if vectors and isinstance(v, list) else kind_of(v)
 
@@ -1021,7 +1028,8 @@ def write_csv(table: AnswerTable, path: str | Path, name: str | Path) -> None:
     opened, mark = opener_of(name), "\t" if file_kind(name) == "tsv" else ","
     end = table.source.form.end if table.source else "\n"
     with opened(path, "wt", encoding="utf-8", errors="surrogateescape", newline="") as f:
-        out = csv.writer(f, delimiter=mark, lineterminator=end)
+        ended: Any = SimpleNamespace(write=lambda row: f.write(row.removesuffix("\r\n") + end))
+        out = csv.writer(ended, delimiter=mark, lineterminator="\r\n")  # marks that it quotes
         out.writerow(table.types)
         for row in table.rows():
             out.writerow(map(cell_text, map(row.get, table.types)))

@@ -50,7 +50,7 @@ class _Part(BaseModel):
 class _Parameters(_Part):
     type: Literal["object"] = "object"  # arguments have names
     properties: dict[str, Any] | None = None
-    required: list[str] | None = None
+    required: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class _Function(_Part):
@@ -80,7 +80,7 @@ class _Named(_Part):
 
 class _Allowed(_Part):
     mode: Literal["auto", "required"]
-    tools: list[_Named] = Field(min_length=1)
+    tools: list[_Named] = Field(min_length=1, max_length=128)
 
 
 class _AllowedTools(_Part):

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'KV_DTYPES', 'SPECULATIONS', 'model_and_tokenizer', 'no_collection',
-           'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit',
-           'free_memory', 'total_memory', 'Limits', 'fit_context', 'shapes_of', 'refuse_kv_dtype', 'bytes_per_token',
-           'choose_limits', 'check_strategy', 'check_compile', 'check_quantization', 'check_kv_dtype', 'check_count',
-           'check_counts', 'check_speculation', 'weights_digest', 'model_state']
+__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'SPECULATIONS', 'model_and_tokenizer', 'no_collection', 'check_causal',
+           'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory',
+           'total_memory', 'Limits', 'fit_context', 'shapes_of', 'bytes_per_token', 'choose_limits', 'check_strategy',
+           'check_compile', 'check_quantization', 'check_count', 'check_counts', 'check_speculation', 'weights_digest',
+           'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -360,46 +360,8 @@ def shapes_of(model: PreTrainedModel) -> list[Shape]:
         return [(heads, size, size)] * c.num_hidden_layers
 
 
-def refuse_kv_dtype(
-    kv_dtype: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    compile: bool | str,
-    causal: bool,
-    switch: int | None,
-    backend: Backend | None = None,
-) -> None:
-    """Raises `UnsupportedModelError` where keys and values can't be kept as `kv_dtype`; `backend`:
-    what runs the model, once that is known. See `choose_limits`, `rope_switch`."""
-    fault = ""
-    if backend is not None and not backend.batch_invariant:
-        fault = f"runs on {backend.name}" + (f" ({backend.why})" if backend.why else "")
-    elif device.type != "cpu":
-        fault = f"runs on {device.type}"
-    elif dtype not in (torch.float32, torch.bfloat16):
-        fault = f"is in {str(dtype).removeprefix('torch.')}"
-    elif compile is False:
-        fault = "runs on torch (compile=False)"
-    elif not causal:
-        fault = "reads texts both ways"
-    elif switch is not None:
-        fault = f"turns its keys in another way from {switch:,} tokens on"
-    if kv_dtype and fault:
-        raise UnsupportedModelError(
-            "{asked} is for models that give the same bits in any company, on the kernels of "
-            "a CPU, and this one {fault}: leave it out",
-            asked=Option("kv_dtype", kv_dtype),
-            fault=fault,
-        )
-
-
-def bytes_per_token(
-    shapes: Sequence[Shape], dtype: torch.dtype, kv_dtype: str | None = None
-) -> int:
-    """Bytes that the keys and values of a token take in layers of these `shapes`: numbers of
-    `dtype`, or, with `kv_dtype` 'int8', bytes and two scales of 4 bytes for each KV head."""
-    if kv_dtype == "int8":
-        return sum(h * (k + v + 8) for h, k, v in shapes)
+def bytes_per_token(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+    "Bytes that the keys and values of a token take in layers of these `shapes`, in `dtype`."
     return sum(h * (k + v) for h, k, v in shapes) * dtype.itemsize
 
 # %% ../../nbs/2_core/config.ipynb #81d6c49b
@@ -413,14 +375,13 @@ def choose_limits(
     kv_cache_bytes: int | None = None,
     device: torch.device | None = None,
     room: int | None = None,
-    kv_dtype: str | None = None,
 ) -> Limits:
     """The `Limits` of a model: what the user gave, else by its device and what memory is free
     there, unless `device` and `room`, bytes, say otherwise. Raises `ParamError`."""
     device = device or model.device
     cpu, own = device.type == "cpu", context_limit(model, max_model_len)
     if shapes:
-        per_token = bytes_per_token(shapes, model.dtype, kv_dtype)
+        per_token = bytes_per_token(shapes, model.dtype)
     else:
         per_token = kv_bytes_per_token(model.config, model.dtype) if paddable else 0
     l = Limits(
@@ -487,14 +448,6 @@ def _check_way(
 def check_quantization(x: object, strategy: str) -> str | None:
     "`x` if it names a quantization that runs. Raises `ParamError`."
     return _check_way("quantization", x, QUANTIZATIONS, strategy)
-
-
-KV_DTYPES = ("int8",)
-
-
-def check_kv_dtype(x: object, strategy: str) -> str | None:
-    "`x` if it names numbers that keys and values may be kept in. Raises `ParamError`."
-    return _check_way("kv_dtype", x, KV_DTYPES, strategy)
 
 # %% ../../nbs/2_core/config.ipynb #bfeaf2ab
 def check_count(name: str, n: object) -> int | None:

@@ -40,9 +40,10 @@ log = logging.getLogger("batchlab")
 # %% auto #0
 __all__ = ['log', 'Prompt', 'Prompts', 'Message', 'Talk', 'Talks', 'Params', 'ParamsEach', 'PoolingEach', 'PriorityEach',
            'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'Listable', 'is_ids', 'is_talk',
-           'as_list', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options', 'check_bar',
-           'Settings', 'one_each', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt', 'read_prompts',
-           'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt', 'log_failures']
+           'as_list', 'prompt_too_long', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options',
+           'check_bar', 'Settings', 'one_each', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt',
+           'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt',
+           'log_failures']
 
 # %% ../../nbs/2_core/inputs.ipynb #6d3ee88f
 class Listable(Protocol):
@@ -72,8 +73,7 @@ def as_list(prompts: object, chat: bool = False) -> list:
     `PromptError` for a table."""
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise PromptError(
-            f"prompts are a {type(prompts).__name__}: give one column of it, as in "
-            "frame['prompt'], or see llm.map"
+            f"prompts are a {type(prompts).__name__}: give one column of it, as in frame['prompt']"
         )
     talk = (
         isinstance(prompts, (list, tuple))
@@ -122,8 +122,17 @@ CHAT_KEYS = {
 }
 
 
-def parse_prompt(prompt: object) -> tuple[str | None, list[int] | None]:
-    "A prompt as `(text, ids)`, one of which may be None. Raises `PromptError`."
+def prompt_too_long(n: int, limit: int) -> PromptTooLongError:
+    "The error of a prompt of `n` tokens, of which a model holds `limit` with its answer."
+    return PromptTooLongError(
+        f"the prompt has {n} tokens, and the model holds {limit} with its answer: "
+        f"shorten it to {limit - 1} tokens or fewer"
+    )
+
+
+def parse_prompt(prompt: object, max_len: int | None = None) -> tuple[str | None, list[int] | None]:
+    """A prompt as `(text, ids)`, one of which may be None. `max_len`: as many ids are refused
+    before they are looked at. Raises `PromptError`."""
     if is_talk(prompt) or isinstance(prompt, dict) and "role" in prompt:
         raise PromptError(
             "this is a conversation, and a prompt is text: llm.chat answers conversations, got "
@@ -145,6 +154,8 @@ def parse_prompt(prompt: object) -> tuple[str | None, list[int] | None]:
         )
     if isinstance(ids, (list, tuple)) and not ids:
         return text, []
+    if max_len and isinstance(ids, (list, tuple)) and len(ids) >= max_len:
+        raise prompt_too_long(len(ids), max_len)
     if not (isinstance(text, str | None) and (is_ids(ids) or ids is None and text is not None)):
         columns = (
             " (a dict of columns is no prompt: give d['prompt'])" if isinstance(text, list) else ""
@@ -189,9 +200,19 @@ _KINDS: dict[str, type] = dict(
 )
 
 
+_NO_VARIABLES = {*CHAT_KEYS} - {"enable_thinking", "reasoning_effort"} | {"tokenize"}
+
+
 def _bad_option(options: dict[str, Any]) -> str | None:
     """What is wrong with the first of `options` that is of another type than `encode_chat`
     takes, or None."""
+    opens = not options.get("continue_final_message")
+    said = dict(add_generation_prompt=opens, continue_final_message=False) | options
+    own = options.get("chat_template_kwargs")
+    own = own if isinstance(own, dict) else {}
+    for k in sorted(_NO_VARIABLES & own.keys()):
+        if own[k] != said.get(k):  # which is what counts
+            return f"chat_template_kwargs has {k}, which is no variable of a template: leave it out"
     return next(
         (
             f"{k} must be a {kind.__name__}, got {options[k]!r:.60}"
@@ -366,23 +387,29 @@ class ParsedPrompt:
     is_prompt: bool = True
 
 # %% ../../nbs/2_core/inputs.ipynb #dcf55068
-def parse(prompt: object, chat: bool) -> tuple[str | None, list[int] | None, dict[str, Any] | None]:
+def parse(
+    prompt: object, chat: bool, max_len: int | None = None
+) -> tuple[str | None, list[int] | None, dict[str, Any] | None]:
     """A prompt or (with `chat`, or as a dict of `messages`) a conversation as
-    `(text, ids, talk)`. Raises `PromptError`."""
+    `(text, ids, talk)`; for `max_len` see `parse_prompt`. Raises `PromptError`."""
     if chat or isinstance(prompt, dict) and "messages" in prompt:
         return None, None, parse_chat(prompt)
-    return *parse_prompt(prompt), None
+    return *parse_prompt(prompt, max_len), None
 
 
-def read_prompt(prompt: object, settings: Settings, chat: bool = False) -> ParsedPrompt:
-    """`prompt` and how it is to run: `settings`, and before them its own. It raises nothing:
-    what is wrong is its `error`."""
+def read_prompt(
+    prompt: object, settings: Settings, chat: bool = False, max_len: int | None = None
+) -> ParsedPrompt:
+    """`prompt` and how it is to run: `settings`, and before them its own. `max_len`: as many ids
+    are refused before they are looked at, unless they are to be cut. It raises nothing: what is
+    wrong is its `error`."""
     params = settings.params
     if isinstance(params, PoolingParams):
         return ParsedPrompt(settings, given=prompt)
     try:
         plain, own = split_settings(prompt)
-        form = parse(plain, chat)
+        cut = own.get("truncate_prompt_tokens", params.truncate_prompt_tokens) is not None
+        form = parse(plain, chat, None if cut else max_len)
     except (PromptError, ParamError) as e:
         return ParsedPrompt(settings, error=e.with_traceback(None), is_prompt=False)
     try:
@@ -440,10 +467,10 @@ def prompt_ids_of(
     max_len: int | None = None,
 ) -> tuple[str | None, list[int]]:
     """A prompt or conversation as `(text, ids)`. `max_len`: a text that surely has as many
-    tokens is refused before it is tokenised.
+    tokens is refused before it is tokenised, and as many ids before they are looked at.
 
-    Raises `PromptError`, `PromptTooLongError` for such a text, `ModelError`."""
-    return encode_prompt(model, tokenizer, *parse(prompt, chat), max_len)
+    Raises `PromptError`, `PromptTooLongError` for such a prompt, `ModelError`."""
+    return encode_prompt(model, tokenizer, *parse(prompt, chat, max_len), max_len)
 
 
 @cache
@@ -493,14 +520,12 @@ def check_prompt(
     `limit` is the longest sequence (prompt and output together) in tokens; a prompt has to leave
     room for one token.
     """
-    ids = [int(i) for i in prompt_ids]
+    ids = [*prompt_ids]
     if not ids:
         raise PromptError("the prompt has no tokens: give at least one, for example the BOS token")
     if limit and len(ids) >= limit:
-        raise PromptTooLongError(
-            f"the prompt has {len(ids)} tokens, and the model holds {limit} with its answer: "
-            f"shorten it to {limit - 1} tokens or fewer"
-        )
+        raise prompt_too_long(len(ids), limit)
+    ids = [int(i) for i in ids]
     bad = next((i for i in ids if i < 0 or (vocab_size and i >= vocab_size)), None)
     if bad is not None:
         raise PromptError(

@@ -5,13 +5,15 @@
 # %% ../../nbs/2_core/kvfiles.ipynb #415e19d8
 from __future__ import annotations
 
-import contextlib, hashlib, json, os, shutil, struct, tempfile, threading, time, zlib
+import contextlib, hashlib, json, logging, os, shutil, struct, tempfile, threading, time, zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+log = logging.getLogger("batchlab")
+
 # %% auto #0
-__all__ = ['encode', 'decode', 'Stored', 'stored', 'remove_unfinished', 'World', 'worlds', 'clear_store', 'FileRoom',
+__all__ = ['log', 'encode', 'decode', 'Stored', 'stored', 'remove_unfinished', 'World', 'worlds', 'clear_store', 'FileRoom',
            'write_whole', 'BlockFiles']
 
 # %% ../../nbs/2_core/kvfiles.ipynb #2a35195c
@@ -185,7 +187,7 @@ class BlockFiles:
     def __init__(
         self, root: Path, world: bytes, limit: int, about: dict[str, str] | None = None
     ) -> None:
-        self.root, self.world = root, world
+        self.root, self.world, self.warned = root, world, False
         self.folder, self.room = root / world.hex()[:32], FileRoom(root, limit)
         with contextlib.suppress(OSError):  # a full disk can be read; a write says what is wrong
             write_whole(self.folder / _ABOUT, [json.dumps(about or {}, indent=1).encode()])
@@ -220,6 +222,11 @@ class BlockFiles:
         data = decode(memoryview(file)[:n], self.world, name, ids)
         if data is None:
             self.remove(name)
+            if not self.warned:
+                log.warning(
+                    "the prefix store has damaged files: they are removed, and computed anew (said once)"
+                )
+            self.warned = True
         return data
 
     def write(self, name: bytes, ids: Sequence[int], data: bytes | memoryview) -> bool:

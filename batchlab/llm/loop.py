@@ -15,10 +15,10 @@ import atexit, contextlib, heapq, itertools, logging, os, threading, time, weakr
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self, cast
 from ..core.backend import Backend
 from ..fast.packed import densify
-from ..fast.kernels import KernelBackend
 from ..fast.trial import BackendOptions
 from ..core.blocks import KVBudget
 from batchlab.llm.config import (
@@ -26,7 +26,6 @@ from batchlab.llm.config import (
     model_state,
     probe_model,
     probe_pooling,
-    refuse_kv_dtype,
     select_runner,
     weights_digest,
 )
@@ -228,7 +227,9 @@ class StepLoop(Intake):
                 moved = self._lose(e)
             for r in moved:
                 self.delivery.tell(r)
-        except BaseException:  # Ctrl-C: what had just ended is still told
+        except BaseException as e:  # Ctrl-C: what had just ended is still told
+            if isinstance(e, KeyboardInterrupt):
+                e.__traceback__ = None  # a notebook keeps it, and so what its frames hold
             for r in [r for g in list(self.groups.values()) for r in g.requests if r.finish_reason]:
                 self.delivery.tell(r)
             raise
@@ -423,6 +424,8 @@ class EngineTurns(EngineKinds):
         engine.scheduler.allowance = pace.allowance(
             any(self[kind].scheduler.has_others for kind in busy)
         )
+        if pace.owed > 0:
+            engine.scheduler.lift()
         start, steps = time.perf_counter(), engine.num_steps
         try:
             moved = engine.step()
@@ -455,11 +458,6 @@ def probe(llm: LoadedModel) -> Backend:
             asked=Option("quantization", llm.quantization),
             why=backend.why,
         )
-    if llm.kv_dtype:
-        where = model.device, model.dtype, llm.compile, llm.causal, llm.switch
-        refuse_kv_dtype(llm.kv_dtype, *where, backend)
-        assert isinstance(backend, KernelBackend)
-        backend.kv_dtype = llm.kv_dtype
     return backend
 
 # %% ../../nbs/2_core/loop.ipynb #03540260
@@ -582,6 +580,17 @@ class EngineSet(EngineTurns):
             self.state = now
         else:
             self.llm.prepare()  # which calls `open`
+
+    def close(self) -> None:
+        "Give up the backend, with the weights in it, and the engines: the next call opens one."
+        self.past = sum_ledgers([self.past, self.ledger])
+        self.past_steps += sum(e.num_steps for e in self.values())
+        self.clear()
+        self.state, self.opened = {}, None
+        about = {k: getattr(self.backend, k) for k in ("name", "why", "block_size")}
+        self.backend = cast(Backend, SimpleNamespace(**about, nbytes=0, batch_invariant=False))
+        if self.store is not None:
+            self.store.runner = None
 
     def open(self) -> None:
         """Find out how the model runs as it is now, and open a backend for it. Raises

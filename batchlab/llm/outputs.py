@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'outputs_html',
-           'StreamEvent', 'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryNeeds', 'MemoryPlan',
+__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'StreamEvent',
+           'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryNeeds', 'MemoryPlan',
            'memory_lines', 'store_lines', 'plan_lines', 'StoreCounts', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
@@ -21,14 +21,10 @@ from ..core.params import SamplingParams
 from ..core.request import Request
 from batchlab.llm.shown import (
     asked,
-    esc,
     brief,
-    facts_html,
     facts_text,
     megabytes,
-    panel_html,
     short,
-    table,
 )
 
 if TYPE_CHECKING:
@@ -181,8 +177,7 @@ _ASKED_FOR = (
 
 
 class Outputs(list[_R]):
-    """The results of a call, in the order of its prompts: a list that prints in a few lines, and
-    as a table in a notebook.
+    """The results of a call, in the order of its prompts: a list that prints in a few lines.
 
     Its slices and sums are such lists too. `report`: of `verify=True`."""
 
@@ -217,15 +212,11 @@ class Outputs(list[_R]):
             [headline(self), *(f"{i}: {x.line}" for i, x in enumerate(self[:5])), *more]
         )
 
-    def _repr_html_(self) -> str | None:
-        return outputs_html(self) if self._whole else None
-
     def to_pandas(self, index: Sequence[Any] | None = None) -> pandas.DataFrame:
         """A pandas `DataFrame` with a row for each answer. Its index is the place of its prompt
         or what `index`, such as `frame.index`, has there.
 
-        For a frame with the answers in new columns see `LLM.map`. `cumulative_logprob` and
-        `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
+        `cumulative_logprob` and `logprobs` are columns if they were asked for. Raises `ParamError` for an index of
         another length, `ImportError` without pandas."""
         return as_frame(self, index)
 
@@ -266,22 +257,6 @@ def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
     empty = {k for k in _ASKED_FOR if all(row.get(k) is None for _, row in rows)}
     names = [k for k in dict.fromkeys(k for _, row in rows for k in row) if k not in empty]
     return [(i, {k: row.get(k) for k in names}) for i, row in rows]
-
-
-def outputs_html(outs: Outputs[Any]) -> str:
-    "`outs` as a table of at most 20 rows."
-
-    def cell(x: object, is_text: bool) -> str:
-        said = brief(str(x), 200) if is_text else f"{x:.2f}" if isinstance(x, float) else str(x)
-        return "" if x is None else esc(said)
-
-    rows, words = _rows(outs), ("prompt", "text", "reasoning", "finish_reason", "error")
-    shown = [
-        {"": str(i)} | {k: cell(x, k in words[:3]) for k, x in row.items() if k != "logprobs"}
-        for i, row in rows[:20]
-    ]
-    more = f'<div class="dim">… {len(rows) - 20:,} more rows</div>' if len(rows) > 20 else ""
-    return panel_html(f"<b>{esc(headline(outs))}</b>{table(shown, words) if rows else ''}{more}")
 
 # %% ../../nbs/2_core/outputs.ipynb #9724d57b
 @dataclass(repr=False)
@@ -648,9 +623,6 @@ class Stats(StoreCounts):
 
     def __repr__(self) -> str:
         return facts_text(self, _facts_of(self))
-
-    def _repr_html_(self) -> str:
-        return facts_html(self, _facts_of(self))
 
 # %% ../../nbs/2_core/outputs.ipynb #31c19e36
 def _facts_of(s: Stats) -> dict[str, str]:

@@ -5,6 +5,8 @@
 # %% ../../nbs/2_core/pacing.ipynb #9ace0004
 from __future__ import annotations
 
+import math
+
 # %% auto #0
 __all__ = []
 
@@ -24,7 +26,8 @@ class Pace:
     others run, where none does, and where none did for `quiet` seconds of steps; without others
     they have `least` at least. `every`: of so many steps one is without them, or with one position
     of them alone. `base`: seconds of a step without them, or with one position; None if not known
-    yet."""
+    yet. `floor`: their part of the time, whatever else comes; `owed`: seconds of it that they did
+    not have, or had beyond it, since others came: `quiet` at most."""
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Pace:
         quiet: float = 10.0,
         least: int = 32,
         every: int = 16,
+        floor: float = 0.1,
     ) -> None:
         self.beside, self.alone, self.late, self.quiet = beside, alone, late, quiet
         self.least, self.every = {True: 1, False: least}, every
@@ -42,11 +46,16 @@ class Pace:
         self.others, self.since = False, 0  # whether others are there; steps since one without
         self.unseen = 0.0  # seconds of steps since others were last there
         self.now = 1
+        self.floor = floor
+        self.owed = 0.0
+        self.rows = 0  # of others, in the last step
+        self.prompts = 0  # positions of others in the last step, if a prompt was in it
 
     def allowance(self, others: bool) -> int:
         "That of the next step. `others`: whether there are requests that are not preemptible."
         if others and not self.others:
             self.since = self.every  # they have just come: the first steps are theirs alone
+            self.owed = 0.0
             self.positions[False] = float(self.least[False])  # and more of them may come
         self.others, self.since = others, self.since + 1
         if self.since > self.every + 3:
@@ -54,13 +63,20 @@ class Pace:
         if self.base is None or self.since > self.every:
             self.now = 0 if others and self.since > self.every else 1
         else:
-            self.now = int(self.positions[others])
+            self.now = int(self.positions[others and self.rows > 0])  # they may wait for memory
+        if self.owed > 0:
+            self.now = max(self.now, math.ceil(self.prompts * self.floor / (1 - self.floor)))
         return self.now
 
     def note(self, others: int, rows: int, positions: int, seconds: float) -> None:
         """The step took `seconds`, with `positions` of preemptible requests, and `others` of
         other requests in so many `rows`."""
         self.unseen = 0.0 if others else self.unseen + seconds
+        self.rows = rows
+        self.prompts = others if others > rows else 0
+        if others + positions:
+            less = self.floor - positions / (others + positions)
+            self.owed = min(self.quiet, max(-self.quiet, self.owed + less * seconds))
         if others > rows or not others + positions:
             return  # a prompt was in it: nothing to compare it with
         if positions <= (not others):

@@ -89,9 +89,9 @@ class WavePlanner(StepPlanner):
         if scheduler.barrier:
             self.budget = sys.maxsize
 
-    def admit(self, late: bool = False) -> None:
+    def admit(self) -> None:
         if not (self.scheduler.barrier and self.slots.running):
-            super().admit(late)
+            super().admit()
 
     def left(self, r: Request) -> int:
         return sys.maxsize if self.scheduler.barrier else super().left(r)

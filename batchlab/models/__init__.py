@@ -77,7 +77,7 @@ def load_model(
     dtype: str | torch.dtype | None = "auto",  # 'auto', 'fp32', 'bf16', 'fp16' or a `torch.dtype`
     device: str | torch.device | None = "auto",  # 'auto', 'cpu', 'cuda', 'mps' or a `torch.device`
     revision: str | None = None,  # branch, tag or commit of a hub id
-    grouped: bool = False,  # whether weights in 4 or 8 bits may stay as they are in the files
+    grouped: bool = False,  # whether weights of a `.gguf` file may stay in their blocks
     exact: bool = True,  # only where products then have the bits of those by plain numbers
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer, `(model, tokenizer)`: the model in eval mode, without
@@ -94,7 +94,7 @@ def load_model(
     if path.is_file():
         model, tok = load_gguf(path, dtype, device, grouped, exact)
     else:
-        model, tok = load_folder(path, dtype, device, grouped, exact)
+        model, tok = load_folder(path, dtype, device)
     model.to(device)  # pyright: ignore[reportArgumentType]    transformers' decorator hides self
     return model.eval().requires_grad_(False), tok
 
@@ -202,7 +202,7 @@ def _apply_template(
     if options["continue_final_message"] and last["role"] == "assistant":
         last["content"] = own_thought(last.get("content"), goes_on=True)
     if cuts or allow_special:
-        if max_len and chars_in(messages) >= SHORT and not options.get("truncation"):
+        if max_len and chars_in(own) >= SHORT and not options.get("truncation"):
             text = apply(messages, **options | dict(tokenize=False, return_dict=False))
             check_length(tokenizer, text, max_len - 1)
         if not allow_special:
@@ -217,7 +217,7 @@ def _apply_template(
         if k in options and k not in options["chat_template"]:
             _say_unknown(k)
     text = render(own)
-    if max_len and chars_in(messages) >= SHORT:
+    if max_len:
         check_length(tokenizer, text, max_len - 1)
     return ids_apart(tokenizer, options["chat_template"], text, render, own)
 

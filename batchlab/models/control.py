@@ -46,6 +46,21 @@ def _is_control(token: Any, template: str) -> bool:
         return True
     return re.fullmatch(r"<[|｜].*[|｜]>", word) is not None
 
+
+# characters in whose UTF-8 each byte stands that any text may have
+_RARE = "".join(
+    map(chr, [*range(0x800), *range(0x800, 0xD800, 64), *range(0xE000, 0x110000, 4096)])
+)
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    "The ids that `tokenizer` makes of characters of all kinds."
+    try:
+        ids = own_tokenizer(tokenizer)(_RARE, add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception:
+        return set()  # it refuses what it does not know
+    return {*ids}
+
 # %% ../../nbs/3_models/control.ipynb #ctl00010
 def _free_ones(n: int, text: str) -> set[str]:
     "So many private characters that are not in `text`. Raises `PromptError`."
@@ -183,13 +198,12 @@ class Controls:
         if not hasattr(self.backend, "to_str"):
             self.backend = None  # a tokenizer of Python
         named: dict[str, Any] = tokenizer.special_tokens_map
-        ends = named.get("bos_token"), named.get("eos_token")
-        unknown = {named.get("unk_token")} - {*ends}  # what plain text may give too
-        added = sorted(tokenizer.added_tokens_decoder.items())
+        ends = (named.get(k) or "" for k in ("bos_token", "eos_token"))
+        told, plain = "\0".join((template, _RARE, *ends)), _plain_ids(tokenizer)
         self.ids = {
             t.content: i
-            for i, t in added
-            if _is_control(t, template) and (t.content not in unknown or t.content in template)
+            for i, t in sorted(tokenizer.added_tokens_decoder.items())
+            if _is_control(t, template) and (i not in plain or t.content in told)
         }
         longest = sorted(self.ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest)) or "(?!)")

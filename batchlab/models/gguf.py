@@ -7,14 +7,14 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'split_files', 'GGUFFile', 'split', 'plain_numbers', 'numbers_of',
-           'dequantize', 'Stored', 'Blocks', 'GroupedTensor', 'without_numbers']
+           'dequantize', 'Blocks', 'GroupedTensor', 'without_numbers']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
 import contextlib, functools, re, struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -258,13 +258,10 @@ def split(
 
 # %% ../../nbs/3_models/gguf.ipynb #e3d85581
 def plain_numbers(groups: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The weight `[N, K]` whose numbers, scales, offsets or None, bits, and perhaps zero points, to
-    be subtracted first, are `groups`: in `dtype`, rounded once from fp32."""
-    numbers, scales, offsets, _, *zeros = groups
-    x = numbers.unflatten(1, (scales.shape[1], -1))
-    if zeros and zeros[0] is not None:
-        x = x - zeros[0].float()[..., None]
-    x = x * scales.float()[..., None]
+    """The weight `[N, K]` whose numbers, scales, offsets or None, and bits are `groups`: in `dtype`,
+    rounded once from fp32."""
+    numbers, scales, offsets, _ = groups
+    x = numbers.unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]
     if offsets is not None:
         x += offsets.float()[..., None]
     return x.flatten(1).to(dtype)
@@ -286,24 +283,6 @@ def dequantize(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     return torch.cat(parts).view(*data.shape[:-1], -1).numpy()
 
 # %% ../../nbs/3_models/gguf.ipynb #6c068103
-class Stored(Protocol):
-    "A weight `[N, K]` of a file, in groups of whole numbers with scales."
-
-    @property
-    def raw(self) -> torch.Tensor: ...  # its numbers, as they are in the file
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def nbytes(self) -> int: ...  # of all that is kept
-
-    def groups(self, at: slice | torch.Tensor) -> tuple[Any, ...]:
-        """Of the rows `at`: numbers, scales, offsets or None, and the bits of a number, as `split`
-        has them, perhaps zero points behind them, which are subtracted from the numbers."""
-        ...
-
-
 @dataclass(frozen=True)
 class Blocks:
     """Rows of blocks of a GGUF file: uint8 `[N, bytes of a row]`, of a `form` of `QUANT_TYPES`.
@@ -334,13 +313,13 @@ class GroupedTensor(torch.Tensor):
     `quick`: what dequantises rows instead of torch, or None. `file`: which it is mapped from, or
     None."""
 
-    stored: Stored
+    stored: Blocks
     quick: Callable[[slice | torch.Tensor], torch.Tensor] | None = None
     outline = False  # inside `without_numbers`
     file: Path | None = None
 
     @staticmethod
-    def __new__(cls, stored: Stored, dtype: torch.dtype) -> GroupedTensor:
+    def __new__(cls, stored: Blocks, dtype: torch.dtype) -> GroupedTensor:
         device = stored.raw.device
         self = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=dtype, device=device)
         self.stored = stored
@@ -358,16 +337,16 @@ class GroupedTensor(torch.Tensor):
 
     @property
     def form(self) -> str:
-        "A key of `QUANT_TYPES`, '' for what is stored otherwise."
-        return self.stored.form if isinstance(self.stored, Blocks) else ""
+        "A key of `QUANT_TYPES`."
+        return self.stored.form
 
     @property
     def order(self) -> torch.Tensor | None:
         "See `Blocks`."
-        return self.stored.order if isinstance(self.stored, Blocks) else None
+        return self.stored.order
 
     def groups(self) -> tuple[Any, ...]:
-        "Numbers, scales and so on of all rows, see `Stored`."
+        "Numbers, scales and so on of all rows, see `split`."
         return self.stored.groups(slice(None))
 
     def rows(self, at: slice | torch.Tensor) -> torch.Tensor:

@@ -25,13 +25,14 @@ __all__ = ['SHORT', 'EDGE', 'NEAR', 'PART', 'TextBounds', 'bounds_of', 'settled'
 class TextBounds:
     """What is known of how a tokenizer of `size` tokens cuts a text.
 
-    `longest`: bytes of UTF-8 that one token stands for at most, or None. `forms`: of Unicode,
-    into which a text is brought first. `bare`: whitespace may vanish. `edge`: how many
+    `longest`: bytes of UTF-8 that one token stands for at most, or None. `lost`: bytes that none
+    stands for. `forms`: of Unicode, into which a text is brought first. `bare`: whitespace may vanish. `edge`: how many
     characters before the end of a part the tokens begin to be those of the whole text, or None
     if that can't be said."""
 
     size: int
     longest: int | None = None
+    lost: bytes = b""
     forms: tuple[Any, ...] = ()
     bare: bool = False
     edge: int | None = None
@@ -117,28 +118,28 @@ def _find_bounds(tokenizer: Any) -> TextBounds:
         return TextBounds(size)  # of Python: nothing is known
     added = list(backend.get_added_tokens_decoder().values())
     bare = any(t.lstrip or t.rstrip for t in added) or any(s["type"] in _DROP_SPACE for s in steps)
-    longest = _longest(backend, steps) if all(map(_keeps, steps)) else None
+    longest, lost = _longest(backend, steps) if all(map(_keeps, steps)) else (None, b"")
     if longest is not None:
         longest = max([longest, *(len(t.content.encode()) for t in added)])
     edge = EDGE + max([0, *(len(t.content) for t in added)]) if all(map(_is_local, steps)) else None
-    return TextBounds(
-        size, longest, tuple(s["type"] for s in steps if s["type"] in _FORMS), bare, edge
-    )
+    forms = tuple(s["type"] for s in steps if s["type"] in _FORMS)
+    return TextBounds(size, longest, lost, forms, bare, edge)
 
 
-def _longest(backend: Any, steps: list[dict[str, Any]]) -> int | None:
-    """Bytes of UTF-8 that a token of the model stands for at most; None if one may stand for any
-    number, or characters may be dropped."""
+def _longest(backend: Any, steps: list[dict[str, Any]]) -> tuple[int | None, bytes]:
+    """`(longest, lost)`: bytes of UTF-8 that a token of the model stands for at most, None if one
+    may stand for any number, or characters may be dropped; and bytes that none stands for."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
     if any(s["type"] == "ByteLevel" for s in steps):  # a character stands for a byte
-        return max(map(len, vocab)) if vocab.keys() >= {*bytes_to_unicode().values()} else None
+        lost = bytes(b for b, c in bytes_to_unicode().items() if c not in vocab)
+        return max(map(len, vocab), default=1), lost
     whole = getattr(model, "byte_fallback", False) and vocab.keys() >= {
         f"<0x{i:02X}>" for i in range(256)
     }
     alone = type(model).__name__ == "BPE" and model.unk_token in vocab and not model.fuse_unk
-    return max([4, *(len(t.encode()) for t in vocab)]) if whole or alone else None
+    return max([4, *(len(t.encode()) for t in vocab)]) if whole or alone else None, b""
 
 # %% ../../nbs/3_models/lengths.ipynb #len00011
 PART = 8  # characters for each token that is looked for
@@ -172,11 +173,13 @@ def least_tokens(tokenizer: Any, text: str, most: int) -> int:
         plain = "".join(text.split()) if bounds.bare else text
         for form in bounds.forms:
             plain = unicodedata.normalize(form, plain)
-        by_bytes = -(-len(plain.encode(errors="replace")) // bounds.longest)
-    part = text[
-        : max(SHORT, PART * most)
-    ].rstrip()  # whitespace at its end may belong to what follows
-    if by_bytes <= most and bounds.edge is not None and len(part) < len(text):
+        kept = plain.encode(errors="replace").translate(None, bounds.lost)
+        by_bytes = -(-len(kept) // bounds.longest)
+    for times in (PART, 4 * PART):  # of long tokens, as marks are, there are more in a longer part
+        # whitespace at its end may belong to what follows
+        part = text[: max(SHORT, times * most)].rstrip()
+        if max(by_bytes, by_words) > most or bounds.edge is None or len(part) == len(text):
+            break
         by_words = settled(tokenizer, part, bounds.edge)
     return max(n if n > most else 0 for n in (by_bytes, by_words))
 
@@ -211,14 +214,14 @@ def beginning(tokenizer: Any, text: str, most: int) -> str:
 
 
 def chars_in(x: Any) -> int:
-    "Characters of the strings in `x`, a string, or dicts and lists of them."
+    "Characters of the strings in `x`, a string, or dicts and lists of them, keys too."
     total, left = 0, [x]
     while left:
         x = left.pop()
         if isinstance(x, str):
             total += len(x)
         elif isinstance(x, dict):
-            left.extend(x.values())
-        elif isinstance(x, (list, tuple)) and not (x and isinstance(x[0], int)):
+            left.extend([*x, *x.values()])
+        elif isinstance(x, (list, tuple)) and not (x and isinstance(x[0], (int, float))):
             left.extend(x)  # ids are no text
     return total

@@ -5,20 +5,18 @@
 # %% ../../nbs/3_models/load.ipynb #d810957d
 from __future__ import annotations
 
-import contextlib, copy, json, logging, re, warnings
+import contextlib, json, logging, re, warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from ..errors import ModelError, ModelNotFoundError, Option, UnsupportedModelError
 from ..machine import cache_dir, processor_flags
 from .gguf import GGUFFile
 from .gguf_model import architecture_of, read_model
 from .gguf_tokenizer import read_tokenizer, special_ids, turn_end
-from .quantized import FolderWeights, Packing, Unreadable
-from .quantized import outline_weights, packing_of, read_weights
 from .sentence import first_step, lower_case
 
 if TYPE_CHECKING:
@@ -149,6 +147,21 @@ def has_tokenizer(folder: Path) -> bool:
     return any(next(folder.glob(n), None) for n in names)
 
 
+def check_talks(path: Path) -> None:
+    """Raise `ModelError` unless a model, a folder or a `.gguf` file, names a chat template: it is
+    known before anything of it is loaded."""
+    config, option = path / "tokenizer_config.json", Option("chat_template")
+    if path.is_file():
+        with path.open("rb") as f:  # it begins with what it says of itself
+            known = b"tokenizer.chat_template" in f.read(2**26)
+    else:
+        text = config.read_text(encoding="utf-8") if config.exists() else ""
+        known = re.search('"chat_template": *[^n ]', text) or any(path.glob("*chat_template*"))
+    if not known:
+        advice = "give plain prompts, {option}, or use an instruct model"
+        raise ModelError(f"{{path}} has no chat template: {advice}", path=path, option=option)
+
+
 def has_weights(folder: Path) -> bool:
     """Whether every weight file that the folder's index names, or the one file of a small model,
     is there."""
@@ -228,6 +241,12 @@ def _auto_class(folder, config, architectures):
     )
 
 # %% ../../nbs/3_models/load.ipynb #ca84564b-2
+def _part_of(folder):
+    "What to give instead of `folder` where it is a part of a model, such as `1_Pooling`."
+    whole = folder.parent
+    return f", maybe its parent {whole}" if (whole / "config.json").exists() else ""
+
+
 def _load_config(folder):
     """The folder's configuration and the auto class for it. Raises `ModelNotFoundError`,
     `UnsupportedModelError`, `ModelError`."""
@@ -242,7 +261,7 @@ def _load_config(folder):
                 f"{str(folder)!r})"
             )
         raise ModelNotFoundError(
-            f"{folder} has no config.json: expected a folder written by save_pretrained"
+            f"{folder} has no config.json: expected a folder written by save_pretrained{_part_of(folder)}"
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -259,7 +278,7 @@ def _load_config(folder):
                 folder, f"model type {kind!r} needs code of its own, which is never run"
             ) from e
         if re.search("model.type", str(e)):
-            raise _unsupported(folder, f"unknown model type {kind!r}") from e
+            raise _unsupported(folder, f"unknown model type {kind!r}{_part_of(folder)}") from e
         raise ModelError(
             f"{file} has values that transformers refuses ({one_line(e)}): {_fix(folder)}"
         ) from e
@@ -356,92 +375,28 @@ def _check_unused(folder, model, unused, writes):
     )
 
 # %% ../../nbs/3_models/load.ipynb #2f4e6568
-def _packing_of(folder: Path, config: Any) -> Packing | None:
-    "As `packing_of`. Raises `UnsupportedModelError` for a form or a method that nobody reads."
+def _check_packing(folder: Path, config: Any) -> None:
+    """Raise `UnsupportedModelError` if the weights in `folder` are packed by a method that isn't read
+    here."""
     from transformers.quantizers import auto
 
-    try:
-        packing = packing_of(config)
-    except Unreadable as e:
-        raise UnsupportedModelError(f"{folder}: {e}") from e
-    except (AttributeError, KeyError, TypeError, ValueError, re.error) as e:
-        why = f"its quantization_config can't be read ({one_line(e)})"
-        raise ModelError(f"{folder}: {why}: {_fix(folder)}") from e
-    if packing is None and (about := getattr(config, "quantization_config", None)):
-        method = about.get("quant_method") if isinstance(about, dict) else None
-        known = getattr(auto, "AUTO_QUANTIZER_MAPPING", None)
-        if (
-            isinstance(about, dict)
-            and known
-            and str(method) not in known
-            and "load_in" not in str(about)
-        ):
-            raise UnsupportedModelError(f"{folder}: {Unreadable(repr(method), 'of AWQ or GPTQ')}")
-    return packing
-
-
-def _safetensors_of(folder: Path) -> list[Path]:
-    "The weight files of `folder` that can be mapped. Raises `OSError`."
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    if not index.exists():
-        raise Unreadable("packed weights in .bin files", "in .safetensors files")
-    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / name for name in sorted({*names})]
-
-# %% ../../nbs/3_models/load.ipynb #23b68e28
-def _dequantised(found: FolderWeights, plain: int, packing: Packing, dtype: torch.dtype) -> str:
-    "What is to be said of packed layers of which so many are `plain` numbers now."
-    why = "columns of a group don't lie side by side (as desc_act has them)"
-    return (
-        f"{plain} of its {len(found.packed)} packed layers ({packing.method}, {packing.usual.bits} "
-        f"bits) are dequantised: they take the memory and the time of {str(dtype)[6:]}"
-        + f"; in {found.reordered} of them, {why}"
-        * bool(found.reordered)
-    )
-
-
-def _read_packed(
-    folder: Path, config: Any, auto: Any, packing: Packing, dtype: torch.dtype, grouped: bool
-) -> tuple[Any, dict[str, Any]]:
-    "The model of a folder with packed layers, and what transformers says of its weights."
-    from transformers import GenerationConfig
-
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    with torch.device("meta"):
-        empty = auto.from_config(config, dtype=dtype)
-    if any(type(m).__name__ == "Conv1D" for m in empty.modules()):  # a weight is [in, out] there
-        raise Unreadable(f"{packing.method}, in a {type(empty).__name__},", "of another family")
-    found, places = (
-        read_weights(_safetensors_of(folder), packing, dtype, grouped),
-        dict(empty.named_parameters(remove_duplicate=False)),
-    )
-    for name in found.packed:
-        if name in places and found.state[name].shape != (shape := places[name].shape):
-            raise ValueError(f"{name} is {[*found.state[name].shape]} and not {[*shape]}")
-    how = dict(dtype=dtype, local_files_only=True, output_loading_info=True)
-    model, info = type(empty).from_pretrained(None, config=config, state_dict=found.state, **how)
-    info["unexpected_keys"] -= found.idle
-    with contextlib.suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    plain = len(found.packed) - sum(hasattr(p, "groups") for p in model.parameters())
-    if plain > 0:  # experts, which transformers stacks, among them
-        log.warning("%s: %s", folder.name, _dequantised(found, plain, packing, dtype))
-    return model, info
+    about: Any = getattr(config, "quantization_config", None)
+    if not about:
+        return
+    given = about if isinstance(about, dict) else about.to_dict()
+    method, known = given.get("quant_method"), getattr(auto, "AUTO_QUANTIZER_MAPPING", {})
+    refused = method in ("awq", "gptq", "compressed-tensors")
+    if refused or (known and method not in known and "load_in" not in str(given)):
+        raise UnsupportedModelError(
+            f"{folder}: its weights are packed by {method!r}, which is not read: take a .gguf file "
+            "of the model, such as Q4_K_M, or its folder in bf16"
+        )
 
 # %% ../../nbs/3_models/load.ipynb #2d6b3233-2
-def _transformers_pair(folder, config, auto, dtype):
-    "The model of a folder as transformers reads it, and what it says of the weights."
-    how: Any = dict(local_files_only=True, trust_remote_code=False, output_loading_info=True)
-    return auto.from_pretrained(folder, config=config, dtype=dtype, **how)
-
-
-def _load_weights(folder, config, auto, dtype, device, grouped, exact):
+def _load_weights(folder, config, auto, dtype, device):
     """The model of a folder on the CPU, every weight of it from the files. Raises `ModelError`,
     `UnsupportedModelError`."""
-    packing = _packing_of(folder, config)
+    _check_packing(folder, config)
     broken = lambda why: ModelError(
         f"the weights in {folder} can't be read ({why}): {_fix(folder)}"
     )
@@ -449,20 +404,14 @@ def _load_weights(folder, config, auto, dtype, device, grouped, exact):
         if not has_weights(folder):
             raise OSError("model.safetensors, or a file that its index names, is missing")
         dtype = resolve_dtype(dtype, _stored_dtype(folder, config), device)
-        if packing is None:
-            pair: Any = _transformers_pair(folder, config, auto, dtype)
-        else:
-            kept = grouped and keeps_groups(dtype, device, exact)
-            pair = _read_packed(folder, config, auto, packing, dtype, kept)
+        how: Any = dict(local_files_only=True, trust_remote_code=False, output_loading_info=True)
+        model, info = auto.from_pretrained(folder, config=config, dtype=dtype, **how)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Unreadable as e:
-        raise UnsupportedModelError(f"{folder}: {e}") from e
     except ImportError as e:
         raise _unsupported(folder, f"{config.model_type!r} needs a package ({one_line(e)})") from e
     except Exception as e:
         raise broken(one_line(e)) from e
-    model, info = pair
     bare = (
         type(model.base_model).__name__ in (config.architectures or [])
         or (folder / "modules.json").exists()
@@ -496,14 +445,11 @@ def load_folder(
     folder: Path,
     dtype: str | torch.dtype | None,
     device: str | torch.device = "cpu",
-    grouped: bool = False,
-    exact: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """`(model, tokenizer or None)` of a folder written by `save_pretrained`, in the dtype for
-    `device`, on the CPU. Linear layers that are packed in 4 or 8 bits are dequantised, or stay in
-    these bits where `grouped` and `keeps_groups` says so."""
+    `device`, on the CPU."""
     with quiet():
-        model = _load_weights(folder, *_load_config(folder), dtype, device, grouped, exact)
+        model = _load_weights(folder, *_load_config(folder), dtype, device)
         if not has_tokenizer(folder):
             return model, None
         return model, _read_tokenizer(folder)
@@ -513,18 +459,15 @@ def load_outline(
     folder: Path,
     dtype: str | torch.dtype | None,
     device: str | torch.device = "cpu",
-    grouped: bool = False,
-    exact: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, bool]:
     """`(model, tokenizer or None, whether a token sees only what stands before it)` of a folder
     whose weights are not read: the model lies on torch's meta device, in the dtype for `device`.
-    `grouped`, `exact`: see `load_model`.
 
     Raises `ModelNotFoundError`, `UnsupportedModelError`, `ModelError`."""
     with quiet():
         config, auto = _load_config(folder)
-        packing = _packing_of(folder, config)
-        if packing is None and getattr(config, "quantization_config", None):
+        _check_packing(folder, config)
+        if getattr(config, "quantization_config", None):
             raise _unsupported(folder, "its weights are quantised")
         stored: Any = _stored_dtype(folder, config)
         dtype = resolve_dtype(dtype, stored, device)
@@ -534,8 +477,6 @@ def load_outline(
         except Exception as e:
             why = f"no model can be made of its config ({one_line(e)})"
             raise _unsupported(folder, why) from e
-        if packing is not None and grouped and keeps_groups(dtype, device, exact):
-            outline_weights(model, packing)
         tokenizer = _read_tokenizer(folder) if has_tokenizer(folder) else None
     return model.eval().requires_grad_(False), tokenizer, not _looks_both_ways(config)
 

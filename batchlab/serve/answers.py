@@ -76,13 +76,18 @@ def stopping() -> BadRequest:
     return BadRequest("the server is stopping: ask again later", "unavailable")
 
 
+def context_error(why: str, most: int | None, key: str | None) -> BadRequest:
+    "The error of a prompt, which `key` has, for a model that holds `most` tokens; `why` counts it."
+    words = f"this model's maximum context length is {most} tokens"  # by which clients know it
+    return BadRequest(f"{words}: {why}", "context_length_exceeded", key)
+
+
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
     """Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`:
     tokens that the model holds."""
     reason = o.outputs[0].finish_reason if o.outputs else o.finish_reason
-    if reason == "too_long":  # clients know it by these words
-        why = f"this model's maximum context length is {most} tokens: {o.error}"
-        return BadRequest(why, "context_length_exceeded", asked.key)
+    if reason == "too_long":
+        return context_error(o.error, most, asked.key)
     if o.fault is not None:
         return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, asked.key))
     if reason == "cancelled":
@@ -241,19 +246,30 @@ class TextAnswer(Answer):
         read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None  # (text, key)
         for i, o in enumerate(outs):
             shown, first = self.shown(o)
-            for c in shown.outputs:
+            prompt, each = self.ids_of(o)
+            for c, token_ids in zip(shown.outputs, each):
                 choice = choice_of(c, a.kind, p.logprobs, p.logprob_token_ids, read, self.name)
                 choice["index"] = i * p.n + c.index
                 if a.echo:
                     choice["logprobs"] = text_logprobs(c, first=first)
                 if a.asked.get("prompt_logprobs") is not None and not a.chat:
                     choice["prompt_logprobs"] = prompt_logprobs_of(o)
+                if a.token_ids:
+                    choice["token_ids"] = token_ids
+                    choice |= {} if a.chat else dict(prompt_token_ids=prompt)
                 choices.append(choice)
         body = head_of(a.kind, self.name, self.model)
         body |= dict(choices=choices, usage=self.usage(outs))
         if a.chat and p.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs_of(outs[0])
+        if a.chat and a.token_ids:
+            body["prompt_token_ids"] = outs[0].prompt_token_ids
         return body
+
+    def ids_of(self, o: RequestOutput) -> tuple[list[int], list[list[int]]]:
+        "The token ids of the prompt of `o`, and of each of its answers, without an echo."
+        each = [[] if self.asked.silent else c.token_ids for c in o.outputs]
+        return o.prompt_token_ids or [], each
 
     def shown(self, o: RequestOutput) -> tuple[RequestOutput, str]:
         "What the client sees of `o`, and the text of its first token where it has no probability."
@@ -317,7 +333,8 @@ class StreamedAnswer(TextAnswer):
                 if a.usage_each:
                     used = [(prompt, 0 if a.silent else len(c.token_ids)) for c in o.outputs]
                 shown, first = self.shown(o)
-                if new := parts.since(shown.outputs, i * p.n, first, used):
+                ids = self.ids_of(o) if a.token_ids else None
+                if new := parts.since(shown.outputs, i * p.n, first, used, ids):
                     await self._send(send, new)
         usage = self.usage(lasts.values())
         await self._send(send, parts.end(usage if a.usage else None), last=True)
@@ -416,11 +433,10 @@ class WholeResponse(TextAnswer):
     async def make(self, send: Send) -> dict[str, Any]:
         async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
             [out] = [o async for _, o in outputs]
-        chat = self._body([out])
-        response = response_of(new_head(self), chat)
+        response = response_of(new_head(self), out, self.asked.tools, self.asked.tool_format)
         await keep(self, response, must="store" in self.asked.wanted.own.model_fields_set)
         await json_response(response)(self.scope, UNREAD, send)
-        return chat["usage"]
+        return self.usage([out])
 
     async def _end(self, send: Send, e: BadRequest) -> None:
         await super()._end(send, renamed(e))

@@ -5,21 +5,20 @@
 # %% ../../nbs/7_serve/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, logging, math, os, socket, sys, time
+import asyncio, contextlib, hashlib, hmac, logging, math, os, re, socket, sys, time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
 from types import FrameType
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from .. import __version__
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, JobError
+from ..errors import BatchlabError, JobError, PromptTooLongError
 from ..llm.inputs import encode_text, prompt_ids_of
+from ..models.lengths import SHORT, check_length
 from ..api import LLM
 from ..tasks.lora import adapter_named, adapter_names, check_modules
 from ..llm.outputs import RequestOutput
@@ -31,12 +30,13 @@ from .messages import MessageRequest, is_messages, model_info, model_page
 from .messages import parse_count, parse_messages
 from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessage
 from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
-from .answers import json_response, logged, refuse, stopping
+from .answers import context_error, json_response, logged, refuse, stopping
 from .telemetry import Telemetry, tracer_of
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Talk, about, as_messages
 from ..jobs.schema import parse_online
-from ..jobs.responses import ResponseAsked, ResponseRequest, read_response, renaming
+from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
+from ..jobs.responses import read_response, renaming, roles_of
 from ..jobs.settings import B, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
@@ -73,7 +73,11 @@ def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     if kind in ("files", "batches", "responses"):
         why = "start it with --data FOLDER; no id has a slash"
     if is_messages(path):
-        why = "see /v1/messages and /v1/messages/count_tokens; Claude's clients add /v1 to the base URL"
+        why = "see /v1/messages and /v1/messages/count_tokens, without a slash at the end"
+        if "/batches" in path:
+            why = "batches are those of OpenAI's API: see /v1/batches"
+        elif path.startswith("/v1/v1/"):
+            why = "Claude's clients add /v1 to the base URL: leave it out there"
     return BadRequest(f"{path} is not served here: {why}", "not_found")
 
 # %% ../../nbs/7_serve/49_server.ipynb #79c344a2
@@ -150,7 +154,7 @@ class TokenizeBody(Talk):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Any]
 
 
 _UNKNOWN = ToolFormat("", "", "")  # until a request has tools
@@ -290,12 +294,18 @@ class TokenRoutes(Admission):
                 "add_special_tokens is for prompts: the chat template writes its own",
                 param="add_special_tokens",
             )
-        if prompt is None:
-            talk = dict(messages=as_messages(asked.messages)) | asked.options
-            work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
-        else:
-            talk, work = prompt, lambda: encode_text(llm.tokenizer, prompt, special is not False)
-        ids = await self._in_queuer(work, talk)
+
+        def work() -> list[int]:
+            most = llm.max_model_len
+            if prompt is None:
+                talk = dict(messages=as_messages(asked.messages)) | asked.options
+                return prompt_ids_of(llm.model, llm.tokenizer, talk, True, most)[1]
+            if most:
+                check_length(llm.tokenizer, prompt, most - 1)
+            return encode_text(llm.tokenizer, prompt, special is not False)
+
+        key = "messages" if prompt is None else "prompt"
+        ids = await self._in_queuer(work, getattr(asked, key), key)
         found: dict[str, Any] = dict(count=len(ids), max_model_len=llm.max_model_len, tokens=ids)
         if asked.return_token_strs:
             found["token_strs"] = llm.get_tokenizer().convert_ids_to_tokens(ids)
@@ -303,17 +313,24 @@ class TokenRoutes(Admission):
 
     async def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         self.check_model(asked.model)
-        ids, most = asked.tokens, self.llm.llm.vocab_size
-        if max(ids, default=0) >= most:
+        ids, most, llm = asked.tokens, self.llm.llm.vocab_size, self.llm.llm
+        if llm.max_model_len and len(ids) > llm.max_model_len:
+            raise context_error(f"{len(ids):,} tokens: send fewer", llm.max_model_len, "tokens")
+        if not all(type(i) is int and 0 <= i < most for i in ids):
             raise BadRequest(f"tokens must be token ids from 0 to {most - 1:,}", param="tokens")
         return dict(prompt=await self._in_queuer(lambda: self.decode(ids)))
 
-    async def _in_queuer(self, work: Callable[[], Any], prompt: Any = None) -> Any:
-        "What `work` gives in the thread that tokenises `prompt`. Raises `BadRequest`."
+    async def _in_queuer(
+        self, work: Callable[[], Any], prompt: Any = None, key: str | None = None
+    ) -> Any:
+        """What `work` gives in the thread that tokenises `prompt`, which `key` of the body has.
+        Raises `BadRequest`."""
         try:
             return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
+        except PromptTooLongError as e:
+            raise context_error(str(e), self.llm.llm.max_model_len, key) from None
         except BatchlabError as e:
-            raise BadRequest(str(e)) from None
+            raise BadRequest(str(e), param=key) from None
 
     async def tokenizer(self, request: Request) -> dict[str, Any]:
         """What a client needs to know of the tokenizer beside /tokenize: its special tokens, and
@@ -376,14 +393,26 @@ class ChatRoutes(AboutRoutes):
     "The endpoints for text. `responses`: keeps responses, if there is a place for them."
 
     responses: ResponseRunner | None = None
+    roles: Roles | None = None  # that the chat template takes, once it is asked
 
     async def ready(self, asked: ApiRequest) -> None:
-        "Check `asked` against the model, and make its tools ready. Raises `BadRequest`."
+        """Check `asked` against the model, and make its roles and tools ready. Raises
+        `BadRequest`."""
         self.check_model(asked.model)
         self.check_length(asked)
+        if isinstance(asked, (MessageRequest, ResponseRequest)):
+            await self._fit(asked)
         talk = asked.prompts[0]["messages"] if asked.chat else ()
         if asked.tools or any("tool_calls" in m for m in talk):
             await self._in_queuer(lambda: self._arm(asked))
+
+    async def _fit(self, asked: MessageRequest | ResponseRequest) -> None:
+        "Put what the chat template refuses elsewhere, in what runs and in what is kept to be run."
+        ask = lambda: roles_of(self.llm.llm.tokenizer)
+        self.roles = roles = self.roles or await self._in_queuer(ask)
+        bodies = [*asked.prompts, *([asked.body] if isinstance(asked, ResponseRequest) else [])]
+        for body in bodies:
+            body["messages"] = fit_roles(body["messages"], roles)
 
     async def complete(self, asked: ApiRequest) -> Response:
         "The chat and completions endpoints."
@@ -418,8 +447,8 @@ class ChatRoutes(AboutRoutes):
     async def prompt_tokens(self, asked: ApiRequest) -> int:
         "How many tokens the conversation of `asked` has, with its tools."
         llm, [talk] = self.llm.llm, asked.prompts
-        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True)[1]
-        return len(await self._in_queuer(work, talk))
+        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True, llm.max_model_len)[1]
+        return len(await self._in_queuer(work, talk, asked.key))
 
     def _arm(self, asked: ApiRequest) -> None:
         """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
@@ -501,19 +530,45 @@ Check = Callable[[Scope], BadRequest | None]
 
 
 class Gate:
-    "ASGI middleware: a request that one of `checks` has something against is refused."
+    """ASGI middleware: a request that one of `checks` has something against is refused. `close`:
+    its connection ends with it."""
 
-    def __init__(self, app: ASGIApp, checks: Sequence[Check]) -> None:
-        self.app, self.checks = app, checks
+    def __init__(self, app: ASGIApp, checks: Sequence[Check], close: bool = False) -> None:
+        self.app, self.checks, self.close = app, checks, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             for check in self.checks:
                 if wrong := check(scope):
-                    return await refuse(wrong, scope, send)
+                    return await refuse(wrong, scope, send, self.close)
         await self.app(scope, receive, send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv0051c
+def one_length(scope: Scope) -> BadRequest | None:
+    "Refuse a body with two lengths: a proxy may go by the other, and take the rest for a request."
+    headers = Headers(scope=scope)
+    if not headers.get("content-length") or "transfer-encoding" not in headers:
+        return None
+    return BadRequest(
+        "the request has Content-Length and Transfer-Encoding, which may contradict each other: "
+        "send one of them"
+    )
+
+
+def origin_form(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware: a target that is a whole URL, as some proxies send it, is its path, and its
+    address stands for the Host (RFC 9112, 3.2.2)."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        if found := re.match("https?://([^/]*)(.*)", scope.get("path", "")):
+            others = [(k, v) for k, v in scope["headers"] if k != b"host"]
+            scope["headers"] = [(b"host", found[1].encode("latin-1", "replace")), *others]
+            scope["path"] = found[2] or "/"
+        await app(scope, receive, send)
+
+    return called
+
+
 def key_check(key: str) -> Check:
     "Refuse requests without the API `key`, whose digest is kept and compared in constant time."
     digest = hashlib.sha256(key.encode()).digest()
@@ -625,13 +680,7 @@ class BodyLimit:
         body, wrong = Sent(receive, send, most, self.patience), None
         headers = Headers(scope=scope)
         length, encoding = headers.get("content-length", ""), headers.get("content-encoding", "")
-        both = bool(length) and "transfer-encoding" in headers
-        if both:
-            wrong = BadRequest(
-                "the request has Content-Length and Transfer-Encoding, which may contradict each "
-                "other: send one of them"
-            )
-        elif length.isdecimal() and int(length[:20]) > most:
+        if length.isdecimal() and int(length[:20]) > most:
             wrong = BadRequest(
                 f"the body is longer than {most:,} bytes: send less", "request_too_large"
             )
@@ -640,8 +689,7 @@ class BodyLimit:
                 f"the body is encoded as {encoding!r:.40}: send it plain", "unsupported_media_type"
             )
         if wrong:
-            # one with both lengths has no end to wait for: it is answered, and closed, at once
-            return await refuse(wrong, scope, send if both else body.send, both)
+            return await refuse(wrong, scope, body.send)
         await self.app(scope, body.receive, body.send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
@@ -682,8 +730,16 @@ def _endpoint(
 ) -> Callable[[Request], Awaitable[Response]]:
     "What answers a request by `act`, which gets what `reader` makes of the body, if there is one."
 
+    make = reader or (lambda body: body)
+    read_body = lambda raw: make(json_object(raw))
+
     async def answer(request: Request) -> Response:
-        found = await act(reader(json_object(await request.body())) if reader else request)
+        asked: Any = request
+        if reader:  # a long body takes a while, in which others are answered
+            raw = await request.body()
+            long = len(raw) >= SHORT
+            asked = await asyncio.to_thread(read_body, raw) if long else read_body(raw)
+        found = await act(asked)
         return found if isinstance(found, Response) else json_response(found)
 
     return answer
@@ -761,6 +817,8 @@ def _guard(
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(Gate, checks=[one_length], close=True)  # before all others
+    app.add_middleware(origin_form)
 
 
 def store_routers(api: Api, batches: BatchRunner, max_upload: int) -> list[APIRouter]:
@@ -1039,7 +1097,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is under way end, but for the lines of batches, which stop now; what has not
-        ended `drain` seconds later is told so."""
+        ended `drain` seconds later is told so. Who asks meanwhile hears that the server stops."""
         self.api.draining = True
         left = f": {self.api.pending:,} answers under way have {self.drain:g} s to end"
         self.say(f"stopping{left if self.api.pending else ''}")
@@ -1047,7 +1105,9 @@ class Server(uvicorn.Server):
         stopped = asyncio.gather(*(asyncio.to_thread(r.stop) for r in runners))
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try:
-            await super().shutdown(sockets)
+            while self.api.pending and not self.force_exit:
+                await asyncio.sleep(0.05)
+            await super().shutdown(sockets)  # which listens no more
         finally:
             timer.cancel()
             await stopped

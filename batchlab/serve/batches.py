@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # looking at files needs no torch
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'WINDOW', 'disk_error', 'BatchStore', 'NewFile', 'create_file', 'remove_file', 'sweep_files', 'get_file',
-           'open_file', 'Expiry', 'NewBatch', 'create_batch', 'get_batch', 'next_batch', 'move_batch', 'cancel_batch',
-           'BatchRunner']
+__all__ = ['log', 'WINDOW', 'disk_error', 'steady_time', 'BatchStore', 'NewFile', 'create_file', 'remove_file', 'sweep_files',
+           'get_file', 'open_file', 'Expiry', 'NewBatch', 'create_batch', 'get_batch', 'next_batch', 'move_batch',
+           'cancel_batch', 'BatchRunner']
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22e028b
 def disk_error(e: OSError | sqlite3.Error) -> BadRequest:
@@ -130,14 +130,22 @@ def folder_errors(path: Path) -> Iterator[None]:
         ) from e
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2st0001
+_BEGAN = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    "Seconds since 1970, but for those that the clock was set ahead since this process began."
+    return min(time.time(), _BEGAN + time.monotonic())
+
+
 class BatchStore:
     """Files and batches in folder `path`, which is made if it is not there. For any thread.
 
     `clock`: gives the time in seconds since 1970. Raises `JobError` if another server has the
     folder, if it is in use for other things, or if the table is damaged."""
 
-    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
-        self.path, self.clock = Path(path), clock
+    def __init__(self, path: str | Path, clock: Callable[[], float] | None = None) -> None:
+        self.path, self.clock, self.steady = Path(path), clock or time.time, clock or steady_time
         self.writing, self.reading = threading.Lock(), threading.Lock()
         self.changing = 0  # the thread that makes a change
         with folder_errors(self.path), ExitStack() as opened:
@@ -161,6 +169,10 @@ class BatchStore:
 
     def now(self) -> int:
         return int(self.clock())
+
+    def gone(self) -> int:
+        "The time that has gone by for what ends: a clock that is set ahead ends nothing."
+        return int(self.steady())
 
     def file(self, id: str, state: str = "") -> Path:
         """Where the bytes of file `id` lie. `state`: '.part' while they come, '.gone' while they
@@ -343,7 +355,8 @@ def remove_file(store: BatchStore, id: str, wait: bool = True) -> None:
 
 def sweep_files(store: BatchStore) -> BatchStore:
     "`store` without the files whose end has come; they stay while others make changes."
-    for (id,) in store.rows("select id from objects where kind='file' and expires<=?", store.now()):
+    sql = "select id from objects where kind='file' and expires<=?"
+    for (id,) in store.rows(sql, store.gone()):
         with suppress(sqlite3.OperationalError, BadRequest):
             remove_file(store, id, wait=False)
     return store
@@ -684,7 +697,8 @@ class BatchRunner:
     `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be
     read, or with an id twice, fails before it begins, as at OpenAI; else such a line fails
     alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if
-    given. `others`: further names of the model, that lines may ask for."""
+    given. `others`: further names of the model, that lines may ask for. `say` is called with a
+    line about the batch that runs, every half minute."""
 
     store: BatchStore
     llm: LLM
@@ -693,6 +707,7 @@ class BatchRunner:
     look_ahead: int = 256
     workers: Workers | None = None
     others: Collection[str] = ()
+    say: Callable[[str], object] = log.info
 
     def __post_init__(self) -> None:
         self.model_name = self.model_name or name_of(self.llm.model)
@@ -840,7 +855,7 @@ def end_of(runner: BatchRunner, id: str) -> str | None:
     batch = get_batch(runner.store, id)
     if batch["status"] == "cancelling":
         return "cancel"
-    return "expired" if runner.store.now() >= batch["expires_at"] else None
+    return "expired" if runner.store.gone() >= batch["expires_at"] else None
 
 
 def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
@@ -852,7 +867,7 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
         form="batch",
         look_ahead=runner.look_ahead,
         model_name=runner.model_name,
-        say=log.debug,
+        say=lambda text: runner.say(f"{id}: {text}"),
         use_tqdm=False,
         others=runner.others,
         id=id,

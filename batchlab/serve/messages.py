@@ -11,7 +11,7 @@ __all__ = ['MessageRequest', 'parse_messages', 'parse_count']
 # %% ../../nbs/7_serve/messages.ipynb #msg00004
 import json, re, secrets, time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
@@ -106,10 +106,13 @@ Turn = tuple[str, list[Any]]  # role, blocks
 
 
 def system_turns(system: Any) -> list[Turn]:
-    """The turn of the body's field `system`, if it says something. A note of Claude's command
-    line about its own request, another each time, is no part of the prompt. Raises `ParamError`."""
+    """The turn of the body's field `system`, if it says something. A line of Claude's command line
+    about its own request, another each time, is no part of the prompt. Raises `ParamError`."""
     blocks = [] if system is None else read_blocks(system, "system", MAY["system"])
-    blocks = [b for b in blocks if not b.text.startswith("x-anthropic-billing-header")]
+    notes = [b for b in blocks if b.text.startswith("x-anthropic-billing-header")]
+    for b in notes:
+        b.text = b.text.partition("\n")[2].lstrip("\n")
+    blocks = [b for b in blocks if b.text or b not in notes]
     return [("system", blocks)] if blocks else []
 
 
@@ -250,7 +253,7 @@ class Tool(Body):
     cache_control: Any = None
     eager_input_streaming: Any = None
     defer_loading: Literal[False] = False
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(fail_fast=True)] | None = None
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00022
 class MessagesBody(Body):

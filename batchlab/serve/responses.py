@@ -18,6 +18,7 @@ from ..jobs.responses import ResponseAsked, ResponseParts, ResponseRequest
 from ..jobs.responses import request_of, response_head, response_of
 from ..jobs.runner import Admitted, LineRunner, ModelNames
 from ..jobs.schema import BadRequest
+from ..llm.outputs import RequestOutput
 from .batches import PRIORITY, BatchStore, LiveLines, disk_error
 from .routes import answered, page_asked
 
@@ -61,7 +62,7 @@ def keep_response(
     now, previous = store.now(), response["previous_response_id"]
     row = response["id"], previous, now + KEPT, line is not None, priority
     with store.change() as db:
-        db.execute("delete from responses where not waits and expires<=?", (now,))
+        db.execute("delete from responses where not waits and expires<=?", (store.gone(),))
         if most is not None:
             [n] = db.execute("select count(*) from responses where waits").fetchone()
             if n >= most:
@@ -79,7 +80,7 @@ def keep_response(
 def find_response(store: BatchStore, id: str, columns: str) -> tuple[Any, ...]:
     "`columns` of response `id`. Raises `BadRequest`."
     sql = f"select {columns} from responses where id=? and (waits or expires>?)"
-    for row in store.rows(sql, id, store.now()):
+    for row in store.rows(sql, id, store.gone()):
         return row
     raise BadRequest(f"no response {id!r:.80}", "not_found", "response_id")
 
@@ -91,7 +92,7 @@ def earlier_items(store: BatchStore, id: str) -> list[dict[str, Any]]:
         f"""{CHAIN} select r.previous, r.items, r.response, r.waits or r.expires>?
         from chain join responses r using(id) order by place desc""",
         id,
-        store.now(),
+        store.gone(),
     )
     if not rows or rows[0][0] is not None or not all(row[3] for row in rows):
         why = f"there is no response {id!r:.80}, or one before it is gone: send the items in input"
@@ -99,8 +100,9 @@ def earlier_items(store: BatchStore, id: str) -> list[dict[str, Any]]:
     found = []
     for _, items, text, _ in rows:
         response = json.loads(text)
-        if response["status"] not in ("completed", "incomplete"):
-            why = f"{response['id']} is {response['status']}: only an answer can be continued"
+        if (status := response["status"]) not in ("completed", "incomplete"):
+            state = "not answered yet" if status == "queued" else status  # it may run by now
+            why = f"{response['id']} is {state}: only an answer can be continued"
             raise BadRequest(why, param="previous_response_id")
         found += [*json.loads(items), *response["output"]]
     return found
@@ -131,7 +133,8 @@ async def request_for(wanted: ResponseAsked, runner: ResponseRunner | None) -> R
     elif id := own.previous_response_id:
         store, known = runner.store, id.encode(errors="replace").decode()
         earlier = await on_disk(lambda: earlier_items(store, known))
-    asked = request_of(wanted, earlier, own.store and runner is not None)
+    kept = own.store and runner is not None
+    asked = await asyncio.to_thread(request_of, wanted, earlier, kept)  # which may take a while
     low = own.service_tier == "flex"
     asked.priority = PRIORITY if low else max(-PRIORITY, min(asked.priority, PRIORITY - 1))
     return asked
@@ -180,8 +183,9 @@ def ended_response(
         parts = ResponseParts(response)
         parts.fail(error["code"], error["message"].removeprefix(f"{line.where}: "))
         return parts.response
-    body = record["response"]["body"]
-    return response_of(response | dict(model=body["model"]), body)
+    assert isinstance(line.output, RequestOutput)
+    head = response | dict(model=record["response"]["body"]["model"])
+    return response_of(head, line.output, line.tools, line.tool_format)
 
 # %% ../../nbs/7_serve/kept.ipynb #f69890a8
 @dataclass(eq=False)

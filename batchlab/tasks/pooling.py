@@ -56,8 +56,8 @@ log = logging.getLogger("batchlab")
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'tasks_of',
            'score_activation_for', 'pooling_of', 'num_types_of', 'PooledModel', 'PoolingCheck', 'PoolingEnd', 'Pooler',
            'task_of', 'layers_of', 'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts', 'too_many',
-           'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'pool_prompts', 'VectorCalls',
-           'StateCalls', 'LabelCalls', 'PoolingCalls']
+           'check_count', 'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'pool_prompts',
+           'VectorCalls', 'StateCalls', 'LabelCalls', 'PoolingCalls']
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -530,6 +530,12 @@ def too_many(limit: int) -> str:
     return f"and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)"
 
 
+def check_count(n: int, limit: int | None) -> None:
+    "Raise `PromptTooLongError` if a text of `n` tokens has more than `limit`, if that is not None."
+    if limit and n > limit:
+        raise PromptTooLongError(f"the prompt has {n:,} tokens, {too_many(limit)}")
+
+
 def text_limit(llm: LoadedModel) -> int | None:
     """The most tokens of a text that is pooled, or None. What a decoder that was trained for
     vectors takes may be less than what it could write from."""
@@ -572,6 +578,9 @@ def pooling_ids(
             raise PromptError(f"a pair is two strings, prompt and text_pair, got {prompt!r:.80}")
         if text or pair:
             return _tokenized(llm, start + text, pair, most, limit)
+    given: Any = d.get("prompt_token_ids", prompt)
+    if most is None and isinstance(given, list) and not is_talk(given):
+        check_count(len(given), limit)  # before they are looked at
     text, ids = prompt_ids_of(
         llm.model, llm.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt)
     )
@@ -628,8 +637,7 @@ def admit_pooling(
         group.prompt_token_ids = ids
         if params.task == "score" and not (llm.pooler.classifies or llm.pooler.tags):
             raise ParamError("a score is of two texts: ask llm.score for it")
-        if (most := text_limit(llm)) and len(ids) > most:
-            raise PromptTooLongError(f"the prompt has {len(ids):,} tokens, {too_many(most)}")
+        check_count(len(ids), text_limit(llm))
         check_prompt(ids, None, llm.vocab_size)
         task = Pooling(llm.pooler, params, llm.pooler.needs_all(params, ids), types)
         if params.layers:
@@ -754,7 +762,7 @@ def pool_prompts(
 class VectorCalls:
     "The call that gives vectors."
 
-    pooler: Pooler
+    pooler: Any  # a `Pooler`, made when it is first needed
 
     @property
     def pooling_tasks(self) -> tuple[str, ...]:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'WHITESPACE', 'LONGEST', 'MOST',
-           'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'pattern_text', 'check_schema', 'grammar_text', 'check_wish',
-           'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammar_for']
+__all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'MOST_COMPARED', 'WIDEST', 'NOT_HELD', 'WHITESPACE',
+           'LONGEST', 'MOST', 'MOST_SCHEMA', 'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'pattern_text',
+           'check_schema', 'grammar_text', 'check_wish', 'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammar_for']
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a5cae600
 def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
@@ -146,6 +146,7 @@ DEEPEST, MOST_PROPERTIES = (
     100,
     4000,
 )  # levels of a schema and names of an object: the library recurses, and crashes
+MOST_COMPARED = 50_000  # choices of `oneOf`, each of which is compared with each other
 WIDEST = 2**63 - 1024  # the largest double below 2**63
 
 _BESIDE = {"allOf", "anyOf", "oneOf", "$ref"}  # keywords that describe the same value once more
@@ -425,29 +426,32 @@ def _values(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
     return kept
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #0f37c7c1
-def _apart(a: Any, b: Any, find: Callable[[Any], Any], deep: int = 8) -> bool:
+def _apart(
+    a: Any, b: Any, find: Callable[[Any], Any], count: Callable[[int], None], deep: int = 8
+) -> bool:
     """Whether no value fits both schemas `a` and `b`, as far as their kinds, the values they
-    list and their properties tell; `find` follows a reference."""
+    list and their properties tell; `find` follows a reference, `count` is told what is compared."""
     if a is False or b is False:
         return True
     if not deep or not isinstance(a, dict) or not isinstance(b, dict):
         return False
+    u, v = ([d["const"]] if "const" in d else d.get("enum") for d in (a, b))
+    count(1 + (len(u) * len(v) // 64 if isinstance(u, list) and isinstance(v, list) else 0))
     for x, y in ((a, b), (b, a)):
         every, some = [*(x.get("allOf") or ())], x.get("anyOf") or x.get("oneOf")
         if "$ref" in x:
             every.append(find(x["$ref"]))
-        if any(_apart(s, y, find, deep - 1) for s in every):
+        if any(_apart(s, y, find, count, deep - 1) for s in every):
             return True
-        if isinstance(some, list) and all(_apart(s, y, find, deep - 1) for s in some):
+        if isinstance(some, list) and all(_apart(s, y, find, count, deep - 1) for s in some):
             return True
     both = _kinds(a) & _kinds(b)
     if not both:
         return True
-    u, v = ([d["const"]] if "const" in d else d.get("enum") for d in (a, b))
     if isinstance(u, list) and isinstance(v, list):
         return not any(x == y for x in u for y in v)
     return both == {"object"} and any(
-        _apart(_property(a, k), _property(b, k), find, deep - 1)
+        _apart(_property(a, k), _property(b, k), find, count, deep - 1)
         for k in {*(a.get("required") or ()), *(b.get("required") or ())}
     )
 
@@ -476,13 +480,15 @@ def _part_at(root: Any, pointer: object, where: str) -> Any:
     return found
 
 
-def _check_one_of(some: Any, root: Any, where: str) -> None:
-    "Raise `ParamError` if a value might fit two of the choices `some` of a `oneOf`."
+def _check_one_of(some: Any, root: Any, where: str, count: Callable[[int], None]) -> None:
+    """Raise `ParamError` if a value might fit two of the choices `some` of a `oneOf`, or more is to
+    be compared for that than `count` takes."""
     if not isinstance(some, list):
         _refuse("oneOf that is no list", where)
+    find = lambda ref: _part_at(root, ref, where)
     for i, a in enumerate(some):
         for j, b in enumerate(some[:i]):
-            if not _apart(a, b, lambda ref: _part_at(root, ref, where)):
+            if not _apart(a, b, find, count):
                 raise ParamError(
                     joint=": ",
                     why=f"an answer might fit more than one schema of oneOf at {where}, {j} and "
@@ -526,11 +532,17 @@ class _Reader:
     beside those that it lists."""
 
     def __init__(self, root: Any) -> None:
-        self.root, self.mixed = root, False
+        self.root, self.mixed, self.compared = root, False, 0
         self.defs: dict[str, Any] = {}
         self.names: dict[tuple[str, bool], str] = {}
         draft = root.get("$schema") if isinstance(root, dict) else None
         self.draft_7 = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
+
+    def _count(self, n: int, where: str) -> None:
+        "Count `n` comparisons of choices. Raises `ParamError` for too many."
+        self.compared += n
+        if self.compared > MOST_COMPARED:
+            _refuse("oneOf of so many schemas or values", where)
 
     def _ref(self, pointer: Any, where: str, part: bool, depth: int) -> str:
         target = _part_at(self.root, pointer, where)
@@ -574,7 +586,7 @@ class _Reader:
         if "oneOf" not in d:
             return kept
         some = d["oneOf"]
-        _check_one_of(some, self.root, where)
+        _check_one_of(some, self.root, where, lambda n: self._count(n, where))
         read = [self.read(s, f"{where}/oneOf/{i}", part, depth + 1) for i, s in enumerate(some)]
         return _beside(kept, dict(anyOf=read))
 
@@ -600,7 +612,8 @@ WHITESPACE, LONGEST, MOST = (
     16,
     2**17,
     2**21,
-)  # characters: between two parts of JSON; of a pattern; of choices, a schema or a grammar
+)  # characters: between two parts of JSON; of a pattern; of choices or a grammar
+MOST_SCHEMA = 2**19  # the same of a schema, of which each part is read before it is compiled
 LONGEST_TEXT = (
     2**14
 )  # of a text in one of these: the tokens of what must come are found anew at each step
@@ -651,6 +664,10 @@ def _schema_of(s: StructuredOutputsParams) -> dict[str, Any]:
             joint=": ",
             why=f"{str(d)[:40]!r} in place of a schema",
             field="structured_outputs.json",
+        )
+    if len(json.dumps(d)) > MOST_SCHEMA:
+        raise ParamError(
+            why=f"has over {MOST_SCHEMA:,} characters: shorten it", field="structured_outputs.json"
         )
     return d
 

@@ -5,8 +5,9 @@
 # %% ../../nbs/5_tasks/thinking.ipynb #thk00003
 from __future__ import annotations
 
-import math
+import logging, math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,8 @@ from ..errors import ParamError
 from ..models.control import THOUGHTS
 from .structured import grammar_for
 
+log = logging.getLogger("batchlab")
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
@@ -24,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['Place', 'Marks', 'marks_of', 'place_after', 'Thought', 'ThoughtMask', 'Thinking', 'thinking_of', 'mask_for',
-           'aside_of', 'check_budget']
+__all__ = ['log', 'Place', 'Marks', 'marks_of', 'place_after', 'Thought', 'ThoughtMask', 'Thinking', 'thinking_of', 'mask_for',
+           'aside_of', 'say_no_thoughts', 'check_budget']
 
 # %% ../../nbs/5_tasks/thinking.ipynb #thk00006
 @dataclass(frozen=True)
@@ -206,9 +209,22 @@ def aside_of(thinking: Thinking | None) -> Thought | None:
     return None if thinking is None else Thought(thinking.marks, thinking.place)
 
 
+@cache
+def say_no_thoughts() -> None:
+    log.warning(
+        "thinking_token_budget (thinking in the Messages API) has no effect: the model has no "
+        "tokens for thoughts (said once)"
+    )
+
+
 def check_budget(llm: LoadedModel, params: SamplingParams) -> None:
-    "Raise `ParamError` if `params` limit the thoughts of a prompt that is no conversation."
-    if params.thinking_token_budget is not None and marks_of(llm.tokenizer) is not None:
+    """Raise `ParamError` if `params` limit the thoughts of a prompt that is no conversation. Where
+    the model has no tokens for thoughts, the log says so once."""
+    if params.thinking_token_budget is None:
+        return
+    if marks_of(llm.tokenizer) is None:
+        say_no_thoughts()
+    else:
         raise ParamError(
             "thinking_token_budget is for conversations, as a plain prompt doesn't say where a "
             "thought begins: use llm.chat, messages or /v1/chat/completions, or leave it out",

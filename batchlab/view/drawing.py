@@ -5,19 +5,15 @@
 # %% ../../nbs/8_view/drawing.ipynb #417478e7
 from __future__ import annotations
 
-import math, textwrap
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import html, math, re, textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any
-
-from ..llm.shown import TABLE_STYLE, esc
 
 # %% auto #0
-__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'runs', 'ticks', 'heading', 'written', 'legend',
-           'axis', 'mark_axis', 'tile', 'grid', 'bars']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'ticks', 'heading', 'written', 'legend', 'axis',
+           'mark_axis', 'tile', 'bars', 'panel_html']
 
 # %% ../../nbs/8_view/drawing.ipynb #ad398be4
 COLOURS = dict(
@@ -48,6 +44,13 @@ def _attributes(named):
 
 def _points(points):
     return " ".join(f"{px(x)},{px(y)}" for x, y in points)
+
+# %% ../../nbs/8_view/drawing.ipynb #3d39fbbc
+def esc(text: object) -> str:
+    "Text for HTML and SVG: no markup, and no character that XML forbids."
+    return html.escape(
+        re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(text))
+    )
 
 # %% ../../nbs/8_view/drawing.ipynb #14aced60
 @dataclass
@@ -221,14 +224,6 @@ def scale(low: float, high: float, start: float, end: float) -> Callable[[float]
     return lambda v: start + (v - low) * unit
 
 
-def runs(values: Iterable[Any]) -> Iterator[tuple[int, int, Any]]:
-    "Neighbours that are equal, as `(first, end, value)`."
-    end = 0
-    for value, same in groupby(values):
-        first, end = end, end + len(list(same))
-        yield first, end, value
-
-
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
     "At most `about` + 1 round numbers from `low` to `high`."
     if high <= low:
@@ -304,80 +299,6 @@ def tile(c: Canvas, x: float, w: float, h: float, kind: str, text: object, tip: 
     if w > 7 * len(str(text)) + 4:
         c.text(x + w / 2, c.y + h / 2 + 4, text, on_top(kind), "middle")
 
-# %% ../../nbs/8_view/drawing.ipynb #fc3366d2
-def _count(row, key):
-    "In words, how many places of a row are of which kind."
-    counts = Counter(key[p[0]][1] or key[p[0]][0] for p in row if p != " ")
-    return ", ".join(f"{n} {label}" for label, n in counts.items()) or "nothing"
-
-# %% ../../nbs/8_view/drawing.ipynb #3a772458
-def _grid_row(c, row, key, left, unit, high):
-    "The boxes of a row at `c.y`, `unit` pixels wide each, and the texts in them."
-    thin, middle = unit < 5, c.y + high / 2 + 3.5
-    for first, end, place in (
-        runs(row) if thin else ((i, i + 1, place) for i, place in enumerate(row))
-    ):
-        if place == " ":
-            continue
-        kind, w = key[place[0]][0], (end - first) * unit - (not thin)
-        c.box(left + first * unit, c.y, w, inner(high), kind)
-        text = str(place[1]) if len(place) > 1 else ""
-        if text and unit >= 6.2 * len(text) + 2:
-            c.text(left + first * unit + w / 2, middle, text, on_top(kind), "middle", font_size=10)
-
-# %% ../../nbs/8_view/drawing.ipynb #3a772458-1
-def grid(
-    rows: Iterable[Iterable[str | tuple[str, object]]],
-    key: Mapping[str, tuple[str, str]],
-    labels: Iterable[object] | None = None,
-    notes: Iterable[object] | None = None,
-    columns: Iterable[str] | None = None,
-    title: str = "Rows of places",
-    size: float = 22,
-) -> Picture:
-    """A `Picture` of `rows` of places, a box each, as wide as fits and at most `size` pixels.
-
-    A place is a character of `key`, a pair (character, text to write into it), or ' ' for a gap.
-    `key`: `{character: (kind, label)}` with kinds of `COLOURS`; a label of '' stays out of the
-    legend. `labels` and `notes` stand left and right of the rows, `columns` above (a text for
-    each place of the longest row, '' for none). Raises `ValueError` for a place that `key`
-    lacks."""
-    rows = [list(row) for row in rows]
-    used = {p[0] for row in rows for p in row} - {" "}
-    if unknown := used - set(key):
-        raise ValueError(f"places {sorted(unknown)} have no entry in key, which has {sorted(key)}")
-    labels, notes = (
-        [str(s) for s in labels or [""] * len(rows)],
-        [str(s) for s in notes or [""] * len(rows)],
-    )
-    c, left = Canvas(), 16 + wide(labels)
-    unit = min(size, (c.right - wide(notes) - left) / max([1, *map(len, rows)]))
-    high = min(26, max(12 if any(labels + notes) else 3, unit))
-    heading(c, 16, title)
-    if columns:
-        for i, s in enumerate(columns):
-            c.text(left + (i + 0.5) * unit, c.y + 9, s, "dim", "middle", font_size=10)
-        c.y += 15
-    for row, label, note in zip(rows, labels, notes):
-        _grid_row(c, row, key, left, unit, high)
-        c.text(left - 8, c.y + high / 2 + 4, label, "ink", "end")
-        c.text(left + len(row) * unit + 8, c.y + high / 2 + 4, note, "dim")
-        c.y += high
-    c.y += 10
-    legend(
-        c,
-        16,
-        dict.fromkeys((kind, label) for ch, (kind, label) in key.items() if ch in used and label),
-    )
-    said = [
-        f"{label}: {_count(row, key)}" if label else _count(row, key)
-        for row, label in zip(rows, labels)
-    ]
-    return c.picture(
-        title,
-        "; ".join(said[:12]) + (f"; and {len(said) - 12} rows more" if len(said) > 12 else ""),
-    )
-
 # %% ../../nbs/8_view/drawing.ipynb #61454fc3
 def _said(n):
     return f"{n:,.4g}" if isinstance(n, float) else f"{n:,}"
@@ -431,8 +352,15 @@ def bars(
 
 # %% ../../nbs/8_view/drawing.ipynb #5e1b8c40
 HTML_STYLE = (
-    TABLE_STYLE
-    + ".bl{"
+    """.bl{color-scheme:light dark;--edge:light-dark(#d0d7de,#3a424d);line-height:1.45;max-width:100%}
+[data-jp-theme-light=true] .bl,.vscode-light .bl{color-scheme:light}[data-jp-theme-light=false] .bl,.vscode-dark .bl{color-scheme:dark}
+.bl .dim{opacity:.72}
+.bl .num{font-variant-numeric:tabular-nums;text-align:right;white-space:nowrap}
+.bl table{color:inherit;border-collapse:collapse;width:100%;margin:0;font-size:13px}
+.bl td,.bl th{padding:2px 10px 2px 0;text-align:left;vertical-align:middle;border:0;border-bottom:1px solid var(--edge)}
+.bl td.num,.bl th.num{text-align:right}
+.bl code{font-family:var(--jp-code-font-family,ui-monospace,monospace);font-size:12.5px;white-space:pre-wrap;background:none;color:inherit;padding:0 1px}
+.bl{"""
     + "".join(f"--{k}:light-dark({a},{b});" for k, (a, b) in COLOURS.items())
     + """
 --mark:light-dark(#ffe08a,#6b5310)}
@@ -447,3 +375,8 @@ HTML_STYLE = (
 .bl .chip{border:1px solid var(--edge);border-radius:9px;padding:0 7px;white-space:nowrap}
 """
 )
+
+
+def panel_html(body: str) -> str:
+    "HTML that stands alone: `body` with the colours and classes of all."
+    return f'<style>{HTML_STYLE}.bl{{font-size:13px;color:var(--jp-ui-font-color1,inherit)}}</style><div class="bl">{body}</div>'

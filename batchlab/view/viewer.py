@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import TraceError
 from .tracefile import Row, Trace, trace_of
-from .drawing import HTML_STYLE
-from ..llm.shown import esc
+from .drawing import HTML_STYLE, esc
 
 # %% auto #0
 __all__ = ['letters', 'roll_of', 'data_of', 'view_html', 'write_page', 'open_page']
@@ -156,19 +155,20 @@ function drawRoll(seats, whole = false, faint = () => false) {                  
 JS_SLOTS = r"""
 const ROWS = 40;
 function showSlots(s) {
-  const body = $('slots'), rows = s.slots.slice(0, ROWS), longest = Math.max(64, ...rows.map(r => r[3] + r[6]));
+  const body = $('slots'), rows = s.slots.slice(0, ROWS);
   while (body.rows.length > rows.length) body.deleteRow(-1);
   while (body.rows.length < rows.length) body.append(el('tr', {}, el('th', {scope: 'row'}), el('td', {}, el('i', {class: 'dot'}), el('span')),
     el('td', {class: 'wide'}, el('span', {class: 'bar'}, el('i'), el('i'), el('i'))), el('td', {class: 'num'}), el('td', {class: 'num'})));
   rows.forEach(([slot, id, phase, prompt, computed, cached, out, max, batch, whose = ''], k) => {
     const [a, b, c, d, e] = body.rows[k].cells, read = Math.min(computed, prompt), found = Math.min(cached, read);
+    const whole = Math.max(1, prompt + Math.max(out, max || 0));                           // a bar is full at the request's own end
     put(a, String(slot));
     b.firstChild.style.background = css(phase);
     put(b.lastChild, `${whose}${phase}${batch ? ', batch' : ''}`);
     body.rows[k].title = `request ${id}`;
     [[found, 'cached'], [read - found, 'prefill'], [out, 'decode']].forEach(([n, kind], j) => {
       const bar = c.firstChild.children[j].style;
-      bar.width = `${100 * n / longest}%`;
+      bar.width = `${100 * n / whole}%`;
       bar.background = css(kind);
     });
     put(d, `${number(read)}/${number(prompt)}`);
@@ -794,7 +794,7 @@ def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
 def view_html(
     trace: Trace | dict | str | os.PathLike, title: str | None = None, step: int | None = None
 ) -> str:
-    """A trace as one HTML page, text: a scrubber over its steps, without server or network.
+    """A trace as one HTML page, text: a slider over its steps, without server or network.
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: the number of the one to
     begin at. Raises `TraceError` if it is no trace, or has no steps."""
