@@ -8,7 +8,6 @@ from batchlab.api import LLM
 from batchlab.core.params import SamplingParams
 from batchlab.api.unloaded import UnloadedLLM
 from batchlab.errors import ParamError
-from batchlab.jobs.ray import portable
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.models.tiny import tiny_adapter
 from batchlab.tasks.speculation import StepTimes, TimeAccount, rounds_worth
@@ -256,14 +255,6 @@ def test_a_request_longer_than_the_draft_model_holds_nothing_of_it():
     assert ids(llm.generate(prompts, greedy(60), use_tqdm=False)) == want
     assert any(not late for late, *_ in held)
     assert all(none and blocks == 0 for late, none, blocks in held if late)
-
-
-def test_paths_hold_in_workers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small").mkdir()
-    (tmp_path / "lookup").mkdir()
-    assert portable(dict(speculation="small"))["speculation"] == str(tmp_path / "small")
-    assert portable(dict(speculation="lookup"))["speculation"] == "lookup"
 
 
 def test_which_models_are_refused(tmp_path):
