@@ -1390,17 +1390,17 @@ def test_killed_at_random_moments(tmp_path):
 
 
 class Command(Forks):
-    "`batchlab serve` on a port that stays, one process after the other; `flags`: more for it."
+    "`batchlab serve` on a port that stays, one process after the other."
 
     early, share = 1.0, 1
 
-    def __init__(self, model, *flags):
+    def __init__(self, model):
         super().__init__()
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
         words = f"--port {self.port} --no-request-log --served-model-name tiny --dtype fp32"
-        self.words = [*words.split(), "--max-num-seqs", "4", "--model", str(model), *flags]
+        self.words = [*words.split(), "--max-num-seqs", "4", "--model", str(model)]
 
     def start(self, folder):
         super().start(json.dumps(["serve", "--data", str(folder), *self.words]))
@@ -1473,13 +1473,13 @@ def expected_of(folder):
     return {p: o.outputs[0].text for p, o in zip(prompts, outs)}
 
 
-def check_killed_online(folder, times, seed, *flags):
+def check_killed_online(folder, times, seed):
     "Kill `batchlab serve` in the middle of a batch while clients chat: every line once as in a calm run, and what they heard is right."
     with Forks(longer=6) as forks:
         forks.start(folder / "calm")
         assert forks.end() == 0
     expected, data = expected_of(folder / "model"), folder / "data"
-    with Command(folder / "model", *flags) as server:
+    with Command(folder / "model") as server:
         server.start(data)
         server.ready()
         with openai.OpenAI(base_url=server.url, api_key="none") as client:
@@ -1508,12 +1508,10 @@ def main():
     parser.add_argument("seed", type=int, nargs="?", default=0)
     online = "batchlab serve, while clients talk to it"
     parser.add_argument("--online", action="store_true", help=online)
-    parser.add_argument("--ray", help="so many workers on Ray answer the batch (with --online)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as d:
         if args.online:
-            flags = ["--ray", args.ray, "--ray-cpus", "1"] if args.ray else []
-            inside, talk = check_killed_online(Path(d), args.times, args.seed, *flags)
+            inside, talk = check_killed_online(Path(d), args.times, args.seed)
             whole, streams = talk.right
             print(f"online: {whole} whole answers and {streams} streams, all right")
             print(f"{sum(talk.broken)} broken off or refused")

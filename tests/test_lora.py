@@ -643,7 +643,7 @@ def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three)
 
 def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
-    from batchlab.jobs.ray import Pool, RayJob
+    from batchlab.jobs.ray import RayJob
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -659,8 +659,8 @@ def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
     missing = dict(prompt="hi", adapter="zz")
     Path("in.jsonl").write_text("\n".join(map(json.dumps, [*lines, missing])))
     how = dict(max_lora_rank=64, max_num_seqs=4, compile=False, lora_modules={n: n for n in "abc"})
-    with Pool(1, num_cpus=1, llm=dict(model="model", **how), say=lambda s: None) as pool:
-        result = RayJob("in.jsonl", "out.jsonl", ordered=True, use_tqdm=False).run(pool)
+    own = dict(workers=1, num_cpus=1, llm=dict(model="model", **how))
+    result = RayJob("in.jsonl", "out.jsonl", ordered=True, use_tqdm=False, **own).run()
     *records, bad = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     prompts = [tokenizer(d["prompt"])["input_ids"] for d in lines]
     want = [alone(refs[i % 4], p) for i, p in enumerate(prompts)]

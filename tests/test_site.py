@@ -58,7 +58,7 @@ def test_every_module_has_a_page():
         ("pad", "basics.prefill", None),  # before its chapter it may be any word
         ("generate", "core.engine", None),  # LLM's, the command line's, or transformers' own
         ("finish_reason", "core.engine", None),  # a field there, a function of chapter 07
-        ("run_jobs", "core.engine", "batchlab.jobs.ray.run_jobs"),
+        ("create_batch", "core.engine", "batchlab.serve.batches.create_batch"),
         ("num_tokens - 1", "core.scheduler", None),
     ],
 )

@@ -23,7 +23,6 @@ from batchlab.llm.store import facts_of_backend, facts_of_machine, facts_of_mode
 from batchlab.models import tiny_gguf, tiny_model
 from batchlab.models.tiny import tiny_adapter
 from batchlab.jobs.job import Job
-from batchlab.jobs.ray import portable
 from helpers import ROOT, generated, greedy, ids, in_threads, oracle, python, until
 
 sys.path.append(str(ROOT / "nbs"))
@@ -656,11 +655,6 @@ def test_metrics_count_what_came_from_the_store(model, tmp_path):
     loaded = 64 * llm.stats().loaded_blocks
     assert loaded and prometheus
     assert f'vllm:external_prefix_cache_hits_total{{model_name="m"}} {loaded:.1f}' in text
-
-
-def test_workers_of_ray_get_the_folder_wherever_they_run(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert portable(dict(prefix_store="here"))["prefix_store"] == str(tmp_path / "here")
 
 
 def test_a_writer_that_fails_in_its_own_way_ends_and_the_next_block_starts_another(tmp_path):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # the command line is quick since it imports these only when 
     from batchlab.cli.prompts import PromptJob
     from batchlab.jobs.progress import JobResult
     from batchlab.jobs.pooling import PoolingRequest
-    from batchlab.jobs.ray import Pool
     from batchlab.models.storage import Kept
 
 J = TypeVar("J", bound="Job")
@@ -211,14 +210,7 @@ def llm_options(args: Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in llm_names() if name in args}
     if pooling := getattr(args, "pooling", None):
         given["pooler_config"] = pooling
-    return given | dict(lora_modules=[absolute_module(m) for m in args.lora_modules])
-
-
-def absolute_module(module: str) -> str:
-    "'name=folder' with the folder's whole path, for workers that run elsewhere."
-    name, given, folder = module.partition("=")
-    whole = given and folder and not module.startswith("{")
-    return f"{name}={os.path.abspath(folder)}" if whole else module
+    return given | dict(lora_modules=args.lora_modules)
 
 
 def model_name(model: str) -> str:
@@ -232,7 +224,7 @@ def check_given(args: Namespace) -> None:
     if getattr(args, "lora_modules", None):
         from batchlab.tasks.lora import check_folders
 
-        check_folders([absolute_module(m) for m in args.lora_modules], args.max_lora_rank)
+        check_folders(args.lora_modules, args.max_lora_rank)
     if getattr(args, "chat_template", None) is not None:
         from batchlab.models import check_template
 
@@ -331,19 +323,16 @@ def run_job(args: Namespace, llm: LLM | None = None) -> int:
     from batchlab.jobs.job import Job
     from batchlab.jobs.progress import ProgressLine
 
-    kind: type[Job] = Job
-    if args.ray:
-        from batchlab.jobs.ray import RayJob as kind
     if args.ray and (args.trace or "-" in (args.input, args.output)):
         raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
     text = args.command == "embed"
     with Signals(), input_file(args.input, text=text, form=args.form) as args.input:
-        job = job_of(args, kind)
+        job = ray_job(args) if args.ray and not args.dry_run else job_of(args, Job)
         if args.dry_run:
             return print_plan(job.dry_run(), args)
         try:
-            result = run_with_ray(args, job) if args.ray else run_here(args, job, llm)
+            result = run_here(args, job, llm)
         except KeyboardInterrupt:
             again = "" if args.output == "-" else "; the same command goes on"
             return interrupted(job, lambda r: f"{r.done} of {r.total} requests done{again}")
@@ -360,7 +349,7 @@ def print_plan(plan: JobPlan, args: Namespace) -> int:
 
 # %% ../../nbs/7_serve/cli.ipynb #39ccc076
 def run_here(args: Namespace, job: Job, llm: LLM | None = None) -> JobResult:
-    "Run `job` in this process. Returns the `JobResult`. Raises `BatchlabError`."
+    "Run `job`, in this process unless it has workers. Returns the `JobResult`. Raises `BatchlabError`."
     job.check()
     if args.output == "-" and not getattr(args, "texts", None):
         note("answers go to standard output: ended in the middle, this run can not go on")
@@ -388,19 +377,12 @@ def suggested(llm: LLM, args: Namespace, requests: int) -> LLM:
     return llm
 
 # %% ../../nbs/7_serve/cli.ipynb #64bb9f9e
-def ray_pool(args: Namespace) -> Pool:
-    "The workers on Ray that the arguments ask for. Raises `JobError`."
-    from batchlab.jobs.ray import Pool
+def ray_job(args: Namespace) -> Job:
+    "The job of `batchlab run --ray`. Raises `BatchlabError`."
+    from batchlab.jobs.ray import RayJob
 
-    cpus, gpus, address = args.ray_cpus, args.ray_gpus, args.ray_address
-    return Pool(args.ray, cpus, gpus, address, llm_options(args), note)
-
-
-def run_with_ray(args: Namespace, job: Job) -> JobResult:
-    "Run `job` by workers on Ray. Returns the `JobResult`. Raises `BatchlabError`."
-    from batchlab.jobs.ray import run_jobs, shards
-
-    return run_jobs(shards(job), lambda: ray_pool(args))
+    own = dict(num_cpus=args.ray_cpus, num_gpus=args.ray_gpus, address=args.ray_address)
+    return job_of(args, RayJob, workers=args.ray, llm=llm_options(args), **own)
 
 
 def planner_of(model: str | None) -> type[LLM]:
@@ -587,11 +569,10 @@ def page_of(args: Namespace, key: str | None) -> list[APIRouter]:
 # %% ../../nbs/7_serve/cli.ipynb #srv43002-2
 def serve(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
-    key, workers, store = api_key_of(args), None, None
-    for name in ("ray", "fail_whole"):
-        if getattr(args, name) and not args.data:
-            flag = args.spell(Option(name))
-            raise JobError(f"{flag} is for batches: say with --data FOLDER where they are kept")
+    key, store = api_key_of(args), None
+    if args.fail_whole and not args.data:
+        flag = args.spell(Option("fail_whole"))
+        raise JobError(f"{flag} is for batches: say with --data FOLDER where they are kept")
     from batchlab.models import DEFAULT_MODEL, resolve_device
     from batchlab.serve.app import AsyncLLM, Server, create_app, listen, url_of
     from batchlab.serve.batches import BatchRunner, BatchStore
@@ -606,11 +587,6 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
     name = args.served_model_name or model_name(model)
     with listen(args.host, args.port) as sock, contextlib.ExitStack() as stack:
         url = url_of(sock)
-        if args.ray:
-            from batchlab.serve.workers import BatchWorkers
-
-            workers = BatchWorkers(lambda: ray_pool(args)).start()
-            stack.callback(workers.stop)
         if args.data:
             store = stack.enter_context(contextlib.closing(BatchStore(args.data)))
         if not (key or local):
@@ -620,8 +596,7 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
             engine,
             name,
             api_key=key,
-            batches=store
-            and BatchRunner(store, engine.llm, name, args.fail_whole, workers=workers, say=note),
+            batches=store and BatchRunner(store, engine.llm, name, args.fail_whole, say=note),
             others=[] if args.served_model_name else [model],
             routers=page_of(args, key),
             say=note if args.request_log else None,

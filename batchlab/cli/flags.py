@@ -468,6 +468,9 @@ class CompletionFlags(Command):
 COMMANDS = {cls.__name__.removesuffix("Flags").lower(): cls for cls in Command.__subclasses__()}
 
 # %% ../../nbs/7_serve/flags.ipynb #flagp011
+GONE = {"--ray": ": `batchlab run --ray` answers the same file by several workers"}
+
+
 class FlagParser(OneLineParser):
     "A `OneLineParser` that knows flags of other programs, and writes an `Option` as one of its own."
 
@@ -479,6 +482,8 @@ class FlagParser(OneLineParser):
             return f""": give --structured-outputs '{{"{form}": …}}'"""
         if flag[2:].replace("-", "_") in VLLM_ENGINE:
             return ", which would change nothing here: leave it out"
+        if flag in GONE:
+            return GONE[flag]
         same = VLLM_FLAGS.get(flag)
         return f", did you mean {same}?" if same in flags else super().meant(flag)
 
@@ -525,9 +530,7 @@ OF_JOB: dict[str, dict[str, Any]] = dict(  # which fields of `Job` a command has
     ),
     embed=dict(without="model_name setting_columns chat system look_ahead ordered"),
 )
-ON_RAY = dict.fromkeys(
-    ("run", "embed"), "If the input is a folder, its files are answered one after the other."
-) | dict(serve="The workers answer the batches; this process answers only the online requests.")
+ON_RAY = "run", "embed"
 UNSAID = (
     "Without these flags: temperature 0 and at most 256 tokens. (In Python, SamplingParams() has "
     "temperature 1 and 16 tokens, as in vLLM.)"
@@ -552,7 +555,7 @@ def parser_of(command: str) -> FlagParser:
         for file, part in ("fields", "JobInput"), ("fields", "JobOutput"), ("job", "Job"):
             add_flags(p, f"jobs/{file}.py", part, **OF_JOB[command])
     if command in ON_RAY:
-        add_flags(p.add_argument_group("on Ray", ON_RAY[command]), own, "RayFlags")
+        add_flags(p.add_argument_group("on Ray"), own, "RayFlags")
     if takes_model(command):
         less = NO_FLAGS + " chat_template" * (command == "embed")
         add_flags(p, "api/base.py", "LLMBase", without=less)

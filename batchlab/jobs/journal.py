@@ -35,7 +35,8 @@ from batchlab.jobs.tables import (
 
 # %% ../../nbs/6_jobs/journal.ipynb #ae760b69
 def no_file(path: str | Path) -> JobError:
-    return JobError(f"{path} is no file: a job needs one that it can read again")
+    each = ", so run it for each file of the folder" if os.path.isdir(path) else ""
+    return JobError(f"{path} is no file: a job needs one that it can read again{each}")
 
 # %% ../../nbs/6_jobs/journal.ipynb #dad82bba
 class AnswerFile:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, Self
 
 from filelock import FileLock, Timeout
 from pydantic import ConfigDict, Field
@@ -635,7 +635,7 @@ class ExpiredRun(Run):
 @dataclass
 class BatchJob(Job):
     """The `Job` of batch `id`. `others`: further names of the model. `ends`: says why it is to
-    end early, or None. `run_of`: makes the run, which may be elsewhere."""
+    end early, or None. `run_of`: makes the run."""
 
     id: str = ""
     endpoint: str = ""
@@ -675,19 +675,6 @@ class BatchJob(Job):
         run.names = self.model_names(llm)
         return run
 
-# %% ../../nbs/7_serve/42_batches.ipynb #b27b7b2f
-class Workers(Protocol):
-    "What runs the lines of batches in place of the engine here."
-
-    def wait(self, ends: Callable[[], object]) -> Any:
-        """What a `Job` reads of an `LLM`, once the first worker has its model; None if `ends()`
-        says something before. Raises `EngineError`."""
-
-    def run_of(self, job: BatchJob, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
-        """The run of `job`; its steps raise `EngineError` where the workers, and not its lines,
-        are the trouble."""
-        ...
-
 # %% ../../nbs/7_serve/42_batches.ipynb #b27b7b30
 @dataclass(eq=False)
 class BatchRunner:
@@ -696,16 +683,14 @@ class BatchRunner:
 
     `model_name`: what answers call the model. `fail_whole`: a batch with a line that can't be
     read, or with an id twice, fails before it begins, as at OpenAI; else such a line fails
-    alone. `look_ahead`: lines to choose from. `workers`: run the lines in place of `llm`, if
-    given. `others`: further names of the model, that lines may ask for. `say` is called with a
-    line about the batch that runs, every half minute."""
+    alone. `look_ahead`: lines to choose from. `others`: further names of the model, that lines
+    may ask for. `say` is called with a line about the batch that runs, every half minute."""
 
     store: BatchStore
     llm: LLM
     model_name: str | None = None
     fail_whole: bool = False
     look_ahead: int = 256
-    workers: Workers | None = None
     others: Collection[str] = ()
     say: Callable[[str], object] = log.info
 
@@ -775,7 +760,7 @@ def run_batches(runner: BatchRunner) -> None:
             run_batch(runner, batch)
             tries = 0
         except Exception as e:  # no room for the table, or no engine: it can be done again
-            if isinstance(e, EngineError) and not runner.workers:
+            if isinstance(e, EngineError):
                 return log.warning("%s: batches wait until the server is started again", e)
             log.error("a batch can not go on, and is tried again: %s", e)
             with runner.changed:
@@ -873,20 +858,18 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
         id=id,
         endpoint=batch["endpoint"],
         ends=lambda: end_of(runner, id),
-        run_of=runner.workers.run_of if runner.workers else LiveRun,
     )
 
 
 def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
     """Run the lines of `job` that have no answer; if its time is over, they get an error. Whether
     its batch can be ended now."""
-    engine = runner.workers.wait(job.ends) if runner.workers else runner.llm
-    if engine and job.run(engine).done == job.result.total:
+    if job.run(runner.llm).done == job.result.total:
         return True
     why = job.ends()
     if why == "expired":
         job.run_of = ExpiredRun
-        job.run(engine or runner.llm)
+        job.run(runner.llm)
     return why in ("cancel", "expired")
 
 
