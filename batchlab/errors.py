@@ -258,12 +258,16 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
 REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
     dict.fromkeys(
         ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
+    )
+    | dict.fromkeys(
+        ("run_on_ray", "Pool"), "RayJob(input, output, workers=2, llm=dict(model=…)).run() does it"
     ),
     kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
     Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
 ) | {  # flags of one command
+    "batchlab serve --ray": "batchlab run --ray answers the same file by several workers",
     "batchlab bench --sweep": "--contenders batchlab:max_num_seqs=8 batchlab compares numbers of slots",
     "batchlab bench --memory": "the second table has each engine's peak, and batchlab plan the parts",
     "batchlab bench --bandwidth": "--workloads single measures a step that waits for the weights",

@@ -468,9 +468,6 @@ class CompletionFlags(Command):
 COMMANDS = {cls.__name__.removesuffix("Flags").lower(): cls for cls in Command.__subclasses__()}
 
 # %% ../../nbs/7_serve/flags.ipynb #flagp011
-GONE = {"--ray": ": `batchlab run --ray` answers the same file by several workers"}
-
-
 class FlagParser(OneLineParser):
     "A `OneLineParser` that knows flags of other programs, and writes an `Option` as one of its own."
 
@@ -482,8 +479,6 @@ class FlagParser(OneLineParser):
             return f""": give --structured-outputs '{{"{form}": …}}'"""
         if flag[2:].replace("-", "_") in VLLM_ENGINE:
             return ", which would change nothing here: leave it out"
-        if flag in GONE:
-            return GONE[flag]
         same = VLLM_FLAGS.get(flag)
         return f", did you mean {same}?" if same in flags else super().meant(flag)
 

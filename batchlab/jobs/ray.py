@@ -17,7 +17,7 @@ from typing import Any
 
 import batchlab, numpy as np, torch
 
-from ..errors import BatchlabError, JobError, ParamError
+from ..errors import BatchlabError, JobError, ParamError, no_name
 from ..api import LLM
 from ..core.params import SETTINGS
 from ..errors import check_names
@@ -577,7 +577,4 @@ class RayJob(Job):
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("run_on_ray", "Pool"):
-        now = "RayJob(input, output, workers=2, llm=dict(model=…)).run()"
-        raise ImportError(f"batchlab no longer has {name}: use {now}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_name(__name__, name)
