@@ -255,13 +255,13 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
         raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
+_BEAMS = "transformers' model.generate(num_beams=4) has it"
+_RAY = "RayJob(input, output, workers=2, llm=dict(model=…)).run() does it"
 REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
-    dict.fromkeys(
-        ("beam_search", "BeamSearchParams"), "transformers' model.generate(num_beams=4) has it"
-    )
-    | dict.fromkeys(
-        ("run_on_ray", "Pool"), "RayJob(input, output, workers=2, llm=dict(model=…)).run() does it"
-    ),
+    beam_search=_BEAMS,
+    BeamSearchParams=_BEAMS,
+    run_on_ray=_RAY,
+    Pool=_RAY,
     kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",

@@ -1,6 +1,6 @@
 "Reference pages are made from the code: what they show is what the code says now."
 
-import asyncio, json, os, re, subprocess, sys
+import asyncio, functools, json, os, re, subprocess, sys
 
 import pytest
 
@@ -9,12 +9,15 @@ pytest.importorskip("execnb.shell", reason="needs execnb, which nbdev brings")
 from helpers import BOOK, ROOT
 from transformers import T5Config
 
+import batchlab
+from batchlab import LLM
 from batchlab.compat.vllm import engine_options
-from batchlab.errors import ModelError, PromptError
+from batchlab.errors import JobError, ModelError, PromptError
 from batchlab.jobs.lines import parse_line
 from batchlab.jobs.responses import read_response
 from batchlab.jobs.schema import BadRequest, parse_online
-from batchlab.models import encode_chat, load_model, tiny_tokenizer
+from batchlab.jobs.tables import encoding_of
+from batchlab.models import encode_chat, load_model, tiny_model, tiny_tokenizer
 from batchlab.serve.messages import chat_body
 
 SEEN = ("93_recipes", "80_tasks")  # whose outputs are answers of a model, or have no tables
@@ -161,6 +164,31 @@ def no_other_kinds(folder):
     return True
 
 
+def job_refused(folder):
+    "That a failed row, read with the encoding that it needs, is refused once its job has begun."
+    (folder / "in.csv").write_bytes("prompt\nGrüße\n".encode("cp1252"))
+    run = functools.partial(batchlab.run, folder / "in.csv", folder / "out.csv")
+    params = dict(max_tokens=1)
+    llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
+    assert run(params, model=llm).failed == 1
+    with pytest.raises(JobError, match="retry_errors"):
+        run(params, model=llm, encoding="cp1252")
+    return run(params, model=llm, encoding="cp1252", retry_errors=True).failed == 0
+
+
+def no_field_inside(folder):
+    llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
+    with pytest.raises(PromptError, match="chat_template_kwargs has tools"):
+        llm.generate(CHAT | dict(chat_template_kwargs=dict(tools=[])))
+    return True
+
+
+def mark_refused(folder):
+    with pytest.raises(JobError, match="byte order mark of UTF-16"):
+        encoding_of(b"\xff\xfea\0", folder / "in.csv", "utf-8")
+    return True
+
+
 CHAT = dict(messages=[dict(role="user", content="Hi")])
 MESSAGE = CHAT | dict(model="any", max_tokens=1)
 ASKED = dict(input="Hi")
@@ -185,6 +213,12 @@ DENIED = {
         chat_body, MESSAGE, ("container", "a"), ("mcp_servers", [{"url": "a"}])
     ),
     "Encoder-decoders, images and sound": no_other_kinds,
+    "`chat_template_kwargs` are variables of the template": no_field_inside,
+    "`auto` and `disabled` are the same": lambda _: all(
+        response(ASKED | dict(truncation=how)) for how in ("auto", "disabled")
+    ),
+    "A mark that contradicts `--encoding`": mark_refused,
+    "a failed line was edited, or is read with another `--encoding`": job_refused,
     "`tensor_parallel_size` has no effect": lambda _: (
         engine_options(dict(tensor_parallel_size=2)) == {}
     ),

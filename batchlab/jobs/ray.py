@@ -577,4 +577,6 @@ class RayJob(Job):
 
 
 def __getattr__(name: str) -> Any:
-    raise no_name(__name__, name)
+    if name in ("run_on_ray", "Pool"):
+        raise no_name(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
