@@ -355,7 +355,7 @@ def about(folder: str, llm: dict[str, Any]) -> SimpleNamespace:
     "What a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
     engine = engine_in(folder, llm)
     known, template = engine.adapters, getattr(engine.tokenizer, "chat_template", None)
-    names = "limits", "strategy", "weights_digest", "quantization", "kv_dtype"
+    names = "limits", "strategy", "weights_digest", "quantization"
     return SimpleNamespace(
         **{k: getattr(engine, k) for k in names},
         model=SimpleNamespace(config=engine.model.config),
