@@ -555,6 +555,7 @@ def api_key_of(args: Namespace) -> str | None:
 
 
 LOOPBACK = "127.0.0.1", "localhost", "::1"
+SPANS = "opentelemetry.instrumentation.auto_instrumentation"  # the command that makes them
 
 
 def page_of(args: Namespace, key: str | None) -> list[APIRouter]:
@@ -576,13 +577,10 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
     from batchlab.models import DEFAULT_MODEL, resolve_device
     from batchlab.serve.app import AsyncLLM, Server, create_app, listen, url_of
     from batchlab.serve.batches import BatchRunner, BatchStore
-    from batchlab.serve.telemetry import export_spans
 
     resolve_device(args.device)
-    try:
-        export_spans()
-    except JobError as e:  # an environment is shared with other programs
-        note(str(e), "warning")
+    if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") and SPANS not in sys.modules:
+        note("for spans start it by opentelemetry-instrument, of batchlab[otel]", "warning")
     model, local = args.model or DEFAULT_MODEL, args.host in LOOPBACK
     name = args.served_model_name or model_name(model)
     with listen(args.host, args.port) as sock, contextlib.ExitStack() as stack:

@@ -17,7 +17,6 @@ from ..llm.outputs import RequestOutput
 from .responses import ResponseRunner, keep_response, on_disk
 from .messages import PING, MessageParts, MessageRequest, event_bytes, is_messages
 from .messages import message_body, message_error
-from .telemetry import Operation, Telemetry
 from ..jobs.schema import ApiRequest, BadRequest, Parts, at_fault, choice_of, echoed
 from ..jobs.schema import error_body, head_of, prompt_logprobs_of, text_logprobs, usage_of
 from ..jobs.responses import ResponseParts, ResponseRequest, renamed, response_head
@@ -160,8 +159,6 @@ class Host(Protocol):
     keep_alive: float
     responses: ResponseRunner | None
 
-    @property
-    def telemetry(self) -> Telemetry: ...
     def adapter_of(self, model: Any) -> str | None: ...
     def place(self, asked: ApiRequest | PoolingRequest) -> AbstractContextManager[None]: ...
     def count(self, o: RequestOutput) -> None: ...
@@ -184,39 +181,27 @@ class Answer(Response):
         await refuse(e, self.scope, send)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self.operation = scope, Operation(self.asked, self.model, self.name)
-        self.api.telemetry.begin(self.operation, scope.get("headers", ()))
-        try:
-            if not await unless_gone(self._answer(send), receive):
-                scope["said"], self.operation.error = "the client left", "cancelled"
-        finally:
-            self.api.telemetry.end(self.operation)
+        self.scope = scope
+        if not await unless_gone(self._answer(send), receive):
+            scope["said"] = "the client left"
 
     async def _answer(self, send: Send) -> None:
         try:
             with self.api.place(self.asked):
-                self.operation.usage = usage = await self.make(send)
+                usage = await self.make(send)
             n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
             self.scope["said"] = f"{n:,} tokens in, {m:,} out"
         except BadRequest as e:
-            await self._fail(send, e)
+            await self._end(send, e)
         except BatchlabError as e:
             code = "unavailable" if isinstance(e, EngineError) else "invalid_request"
-            await self._fail(send, BadRequest(str(e), code))
-        except Exception:
-            self.operation.error = "server_error"
-            raise
-
-    async def _fail(self, send: Send, e: BadRequest) -> None:
-        self.operation.error = e.code
-        await self._end(send, e)
+            await self._end(send, BadRequest(str(e), code))
 
     def checked(self, o: Any) -> Any:
         "Output `o`, counted if it is the last. Raises `BadRequest` for one that failed."
         if o.finished:
             if wrong := error_of(o, self.asked, self.api.llm.llm.max_model_len):
                 raise wrong
-            self.operation.outputs.append(o)
             self.api.count(o)
         return o
 

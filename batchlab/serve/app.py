@@ -31,7 +31,6 @@ from .messages import parse_count, parse_messages
 from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessage
 from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
 from .answers import context_error, json_response, logged, refuse, stopping
-from .telemetry import Telemetry, tracer_of
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Talk, about, as_messages
 from ..jobs.schema import parse_online
@@ -104,7 +103,6 @@ class Metrics:
             )
         ]
         self.registry.register(self)
-        self.telemetry = Telemetry(self.registry, tracer_of())
 
     def add(self, o: RequestOutput) -> None:
         m, n = o.metrics or {}, max((len(c.token_ids) for c in o.outputs), default=0)
@@ -380,10 +378,6 @@ class AboutRoutes(TokenRoutes):
     def count(self, o: RequestOutput) -> None:
         "Count `o`, the last output of a request that was answered."
         self.metrics.add(o)
-
-    @property
-    def telemetry(self) -> Telemetry:
-        return self.metrics.telemetry
 
     async def figures(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
