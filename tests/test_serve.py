@@ -191,15 +191,17 @@ def test_the_command_keeps_batches_over_a_kill_and_beside_online_requests(tmp_pa
         assert p.wait(60) == 0
 
 
-def test_two_servers_on_one_folder(tmp_path, capsys):
+def test_two_servers_on_one_folder(tmp_path, capsys, monkeypatch):
     from batchlab.cli import main
     from batchlab.serve.batches import BatchStore
 
     flags = ["--port", "0", "--data", str(tmp_path / "data"), "--model", "x"]
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     with contextlib.closing(BatchStore(tmp_path / "data")):
         llm = LLM(tiny_model("llama"), tiny_tokenizer())
         assert main(["serve", *flags], llm=llm) == 2
-    assert "another server" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "another server" in said and "for spans start it by opentelemetry-instrument" in said
 
 
 def test_without_a_folder_files_are_not_served():
