@@ -324,7 +324,7 @@ def test_who_left_is_forgotten_before_its_answer_begins():
 BODIES_SENT = [
     (b'{"prompt": "a\\u0000b", "max_tokens": 1}', 200, ""),
     (b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', 200, ""),
-    (b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', 200, ""),
+    (b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', 400, "stands twice"),
     (b'{"prompt": "\\ud800", "max_tokens": 1}', 400, "Unicode"),
     (b'{"prompt": "a\x00"}', 400, "JSON"),
     (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nested"),

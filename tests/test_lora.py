@@ -482,7 +482,7 @@ def test_the_command_line_names_adapters():
 
     flags = "run -i x -o y --lora-modules a=here b=/there --max-lora-rank 64 --max-loras 2"
     options = llm_options(parse_args(flags.split()))
-    assert options["lora_modules"] == [f"a={Path('here').absolute()}", "b=/there"]
+    assert options["lora_modules"] == ["a=here", "b=/there"]  # workers go to the same folder
     assert (options["max_lora_rank"], options["max_loras"]) == (64, 2)
 
 

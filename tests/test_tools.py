@@ -818,7 +818,6 @@ def saying(*calls):
         (saying(5), "tool_calls[0] must be"),
         (saying(dict(id=5, function=dict(name="f"))), "with an id"),
         (saying(dict(id="a", function=dict(arguments="{}"))), "has a name"),
-        (saying(dict(function=dict(name="f", arguments='{"a"'))), "arguments must be"),
         (saying(dict(function=dict(name="f", arguments="[1]"))), "arguments must be"),
     ],
 )
