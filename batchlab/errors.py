@@ -266,7 +266,11 @@ REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: w
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
     Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
-) | {  # flags of one command
+) | {  # commands, and flags of one command
+    "batchlab batch": "any client of OpenAI's Batch API works with batchlab serve --data FOLDER",
+    "batchlab models": "hf download NAME fetches one of the hub, and hf cache lists and removes them",
+    "batchlab cache": "it is the folder BATCHLAB_CACHE, or batchlab in the user's caches: remove it",
+    "batchlab completion": "batchlab COMMAND --help lists the flags",
     "batchlab serve --ray": "batchlab run --ray answers the same file by several workers",
     "batchlab bench --sweep": "--contenders batchlab:max_num_seqs=8 batchlab compares numbers of slots",
     "batchlab bench --memory": "the second table has each engine's peak, and batchlab plan the parts",

@@ -56,6 +56,31 @@ FLAGS = [  # a command with a flag, what the advice names
 ]
 
 
+COMMANDS = [  # a command, what the advice names
+    ("batch submit in.jsonl", "Batch API"),
+    ("models pull", "hf download"),
+    ("cache clear", "BATCHLAB_CACHE"),
+    ("completion bash", "--help"),
+]
+
+
+@pytest.mark.parametrize("args, instead", COMMANDS)
+def test_what_to_do_instead_of_a_command(args, instead, capsys):
+    assert main(args.split()) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    command = args.split()[0]
+    assert f"unknown command {command!r}: there was one, but " in said and instead in said
+
+
+@pytest.mark.parametrize(
+    "flags", ["--gpu-memory-utilization 0.5", "--enforce-eager", "--swap-space=2"]
+)
+def test_flags_of_vllm_that_would_change_nothing(flags, capsys):
+    assert main(["generate", "Hi", *flags.split()]) == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert "would change nothing here: leave it out" in said
+
+
 @pytest.mark.parametrize("args, instead", FLAGS)
 def test_what_to_give_instead_of_a_flag(args, instead, capsys):
     assert main(args.split()) == 2

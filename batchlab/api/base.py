@@ -343,8 +343,8 @@ class Upkeep(PromptLoop):
         return make_stats(self)
 
     def reset_prefix_cache(self) -> None:
-        """Forget what earlier requests left in the blocks. A prefix store keeps it: see
-        `batchlab cache` for how to empty that."""
+        """Forget what earlier requests left in the blocks. A prefix store keeps it
+        until its folder is removed."""
         with self._hold():
             keep_blocks(self.engines)
             for e in self.engines.values():

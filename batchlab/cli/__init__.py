@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib, io, json, logging, os, re, signal, socket, sys, tempfile, threading
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from dataclasses import fields
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
-from .flags import bench_parser, completion, fields_of, llm_names
-from .flags import parse_args, parser_of
+from .flags import bench_parser, fields_of, llm_names, parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
@@ -25,7 +24,6 @@ if TYPE_CHECKING:  # the command line is quick since it imports these only when 
     from batchlab.cli.prompts import PromptJob
     from batchlab.jobs.progress import JobResult
     from batchlab.jobs.pooling import PoolingRequest
-    from batchlab.models.storage import Kept
 
 J = TypeVar("J", bound="Job")
 
@@ -609,74 +607,7 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
     note("stopped")
     return 0
 
-# %% ../../nbs/7_serve/cli.ipynb #fd786c93
-def print_kept(found: Iterable[Kept]) -> None:
-    "One line for each of `found`, and their sum."
-    found = list(found)
-    for k in found:
-        print(f"{k.nbytes / 1e6:9,.1f} MB  {k.name}  {k.path}")
-    print(f"{sum(k.nbytes for k in found) / 1e6:9,.1f} MB in all")
-
-
-def manage_models(args: Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab models`. Returns the exit status. Raises `BatchlabError`."
-    from batchlab.models.storage import hub, own, remove
-
-    if args.what == "rm" and not args.name:
-        raise JobError("no name: `batchlab models` lists what can be removed")
-    if args.what == "list":
-        print_kept(
-            k for k in own() + hub() if k.kind == "model" and (args.name or k.name) == k.name
-        )
-    if args.what == "rm":
-        print_kept(remove(args.name))
-    if args.what == "pull":
-        from batchlab.models.fetch import find_model
-
-        print(find_model(args.name))
-    return 0
-
 # %% ../../nbs/7_serve/cli.ipynb #5e5a7a48
-def manage_store(root: Path, clear: bool) -> int:
-    "List the prefixes in folder `root`, or remove them. Raises `JobError`."
-    from batchlab.llm.kvfiles import clear_store, worlds
-
-    if not root.is_dir():
-        raise JobError(f"{str(root)!r} is no folder")
-    found = clear_store(root) if clear else worlds(root)
-    for w in found:
-        what = " ".join(filter(None, w.about.values())) or "?"
-        print(f"{w.nbytes / 1e6:9,.1f} MB  {w.blocks:,} blocks  {what}  {w.path}")
-    print(f"{sum(w.nbytes for w in found) / 1e6:9,.1f} MB in all")
-    return 0
-
-
-def manage_cache(args: Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab cache`. Returns the exit status. Raises `BatchlabError`."
-    from batchlab.models.storage import clear, own
-
-    if args.prefix_store is not None:
-        return manage_store(Path(args.prefix_store), args.what == "clear")
-    print_kept(clear() if args.what == "clear" else own())
-    return 0
-
-
-def print_completion(args: Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab completion`. Returns the exit status."
-    print(completion(args.shell), end="")
-    return 0
-
-
-def submit_batch(args: Namespace, llm: LLM | None = None) -> int:
-    "Run `batchlab batch`. Returns the exit status. Raises `JobError`."
-    from batchlab.serve.client import command
-
-    if args.what != "submit" or not args.name:
-        return command(args, note)
-    with input_file(args.name, form="batch") as args.name:
-        return command(args, note)
-
-
 def bench(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab bench`. Returns the exit status."
     from batchlab.cli.measure import main
@@ -734,7 +665,7 @@ def check_output_open(args: Namespace) -> None:
     """Raise `JobError` if standard output is closed and the command that `args` are for writes
     to it."""
     named = "output" in args and args.command != "view"
-    to_file = named and args.output not in (None, "-") and args.command != "batch"
+    to_file = named and args.output not in (None, "-")
     silent = to_file or args.command == "serve"
     if sys.stdout is None and (not silent or getattr(args, "dry_run", False)):
         raise JobError(
@@ -751,8 +682,6 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
         try:
             args = parse_args(sys.argv[1:] if argv is None else list(argv))
             note.as_json, spell = getattr(args, "log_json", False), args.spell
-            if args.idle:
-                note(f"without effect here: {', '.join(args.idle)}")
             check_output_open(args)
             with log_as_notes():
                 check_given(args)
@@ -791,8 +720,4 @@ RUNS: dict[str, Callable[[Namespace, LLM | None], int]] = dict(
     plan=plan_job,
     bench=bench,
     view=view_trace,
-    models=manage_models,
-    cache=manage_cache,
-    batch=submit_batch,
-    completion=print_completion,
 )

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from .. import __version__
 from ..compat.names import VLLM_COMMANDS, VLLM_ENGINE, VLLM_FLAGS
-from ..errors import JobError, OneLineParser, Option
+from ..errors import REMOVED, JobError, OneLineParser, Option
 
 # %% ../../nbs/7_serve/flags.ipynb #flatx0011
 class Field(NamedTuple):
@@ -169,7 +169,6 @@ EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too lit
     truncate_prompt_tokens=token_limit,
     delimiter=delimiter,
     port=port_number,
-    metadata=json_value,
     allowed_origins=origin_list,
 )
 NAMES = dict(  # of flags that are not called as their field
@@ -191,7 +190,7 @@ OFF = dict(  # what flags do that turn something off, where "do not" before the 
     speculate="draft no tokens of these answers",
     calibrate="do not run a few requests, and estimate no time",
 )
-PLACES = "prompts", "texts", "served", "file", "what", "name", "shell"  # arguments without a flag
+PLACES = "prompts", "texts", "served", "file"  # arguments without a flag
 
 # %% ../../nbs/7_serve/flags.ipynb #flatx0015
 def add_flag(parser: Any, f: Field, reads: Any, **common: Any) -> None:
@@ -411,60 +410,7 @@ class ViewFlags(Command):
     overwrite: bool = False  # replace that file even if it is something else
     open: bool = True  # open the page in a browser
 
-# %% ../../nbs/7_serve/flags.ipynb #b0f0ecd7
-class ModelsFlags(Command):
-    """list, fetch or remove models on this machine
-
-    List the models on this machine, fetch one ahead of time, or remove one."""
-
-    what: Literal["list", "pull", "rm"] = "list"  # what to do: list, pull (fetch) or rm (remove)
-    # hub id of the model; pull without one fetches the default model
-    name: str | None = None
-
-
-class CacheFlags(Command):
-    """show or clear what batchlab keeps on the disk
-
-    List what batchlab keeps in its own folder, or remove all of it. With --prefix-store, do so for
-    the prefixes of that folder."""
-
-    what: Literal["list", "clear"] = "list"  # what to do: list or clear
-    prefix_store: File | None = None  # folder of prefixes, as run and serve have it
-
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls04
-class BatchFlags(Command, SaidFlags):
-    """send files of requests to a server, and fetch the answers
-
-    Hand files of the Batch API to a server that has it, this library's or another, and fetch the
-    answers."""
-
-    # what to do: submit a file, show the status of a batch, list batches, fetch answers, or
-    # cancel a batch
-    what: Literal["submit", "status", "list", "fetch", "cancel"]
-    name: File | None = None  # the file to submit, or the id of a batch
-    url: str = "http://127.0.0.1:8000"  # address of the server
-    # key for the server (default: OPENAI_API_KEY of the environment)
-    api_key: str | None = None
-    wait: bool = False  # with submit and fetch: wait until the batch has ended
-    # file for the answers (default: fetch writes to standard output, submit fetches nothing)
-    output: File | None = None
-    error_file: File | None = None  # file for failed requests
-    overwrite: bool = False  # replace these files if they exist
-    endpoint: str | None = None  # endpoint of all lines (default: that of the first line)
-    metadata: str | None = None  # JSON to keep with the batch, such as {"who": "me"}
-    limit: int = 20  # with list: how many batches to show
-    json: bool = False  # print the batch as JSON
-
-
-class CompletionFlags(Command):
-    """print a script with which a shell completes commands and flags
-
-    Print what a shell reads to complete commands and flags: put `source <(batchlab completion
-    bash)` into ~/.bashrc."""
-
-    shell: Literal["bash", "zsh"]  # bash or zsh
-
-
 COMMANDS = {cls.__name__.removesuffix("Flags").lower(): cls for cls in Command.__subclasses__()}
 
 # %% ../../nbs/7_serve/flags.ipynb #flagp011
@@ -495,23 +441,6 @@ class FlagParser(OneLineParser):
                 text = ",".join(map(str, value)) if several else str(value)
                 return f"{flag} {shlex.quote(text)}"
         return actions[0].option_strings[0] if actions and value is None else str(option)
-
-# %% ../../nbs/7_serve/flags.ipynb #7c061c56
-class Idle(argparse.Action):
-    "A flag of vLLM's engine that changes nothing: that it was given is all that is kept."
-
-    def __call__(self, parser: Any, args: Any, values: Any, option_string: Any = None) -> None:
-        args.idle.append(option_string)
-
-
-def add_idle(parser: FlagParser) -> None:
-    "Let `parser` take the flags of vLLM's engine that change nothing, without a word in its help."
-    for name, usual in VLLM_ENGINE.items():
-        flag, switch = f"--{name.replace('_', '-')}", isinstance(usual, bool)
-        if flag not in parser._option_string_actions:
-            names = [flag, f"--no-{flag[2:]}"] if switch else [flag]
-            how: dict[str, Any] = dict(nargs=0 if switch else "?", help=argparse.SUPPRESS)
-            parser.add_argument(*names, action=Idle, default=argparse.SUPPRESS, **how)
 
 # %% ../../nbs/7_serve/flags.ipynb #da07da89
 NO_FLAGS = "tokenizer trace logprobs_mode pooler_config"  # arguments of `LLM` for programs
@@ -551,7 +480,7 @@ def parser_of(command: str) -> FlagParser:
             add_flags(p, f"jobs/{file}.py", part, **OF_JOB[command])
     if command in ON_RAY:
         add_flags(p.add_argument_group("on Ray"), own, "RayFlags")
-    if takes_model(command):
+    if command in OF_JOB or command == "serve":
         less = NO_FLAGS + " chat_template" * (command == "embed")
         add_flags(p, "api/base.py", "LLMBase", without=less)
     if command in ("generate", "run", "plan"):
@@ -566,10 +495,6 @@ def parser_of(command: str) -> FlagParser:
             how = dict(dest=dest, action="store_const", const=value, default=none)
             homes[dest].add_argument(flag, help=text, **how)
     return p
-
-
-def takes_model(command: str) -> bool:
-    return command in OF_JOB or command == "serve"
 
 
 def llm_names() -> list[str]:
@@ -605,6 +530,8 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
         return name, rest[1:]
     near = VLLM_COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, COMMANDS, 1)), None)
     meant = f", did you mean {near}?" if near else f": expected one of {', '.join(COMMANDS)}"
+    if gone := REMOVED.get(f"batchlab {name}"):
+        meant = f": there was one, but {gone}"
     return top.error(f"unknown command {name!r:.60}{meant}")
 
 
@@ -616,12 +543,10 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of one command as a namespace. Raises `JobError`, or `SystemExit` after
     --help and --version."""
     command, rest = command_of(argv)
-    args = argparse.Namespace(command=command, rest=rest, idle=[], settings={}, spell=str)
+    args = argparse.Namespace(command=command, rest=rest, settings={}, spell=str)
     if command == "bench":
         return args
     parser = parser_of(command)
-    if takes_model(command):
-        add_idle(parser)
     if command in ("generate", "embed"):
         cut = rest.index("--") if "--" in rest else len(rest)
         flags = [
@@ -645,41 +570,3 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         args.model = args.served
     args.spell = parser.spell
     return args
-
-# %% ../../nbs/7_serve/flags.ipynb #compl002
-def completion(shell: str) -> str:
-    "What a shell reads to complete commands, flags and their choices: 'bash' or 'zsh'."
-    cases = []
-    for command in COMMANDS:
-        if command == "bench":
-            continue
-        actions = parser_of(command)._actions
-        cases += [
-            f"    {command},{s}) words='{' '.join(map(str, a.choices))}';;"
-            for a in actions
-            for s in a.option_strings
-            if a.choices
-        ]
-        first = " ".join(
-            str(c) for a in actions if a.choices and not a.option_strings for c in a.choices
-        )
-        cases += [
-            f"    {command},*) words='{first} "
-            f"{' '.join(s for a in actions for s in a.option_strings if s.startswith('--'))}';;"
-        ]
-    begin = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    return begin + _COMPLETION.replace("COMMANDS", " ".join(COMMANDS)).replace(
-        "CASES", "\n".join(cases)
-    )
-
-
-_COMPLETION = r"""_batchlab() {
-  local words current=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}
-  if (( COMP_CWORD == 1 )); then words='COMMANDS'; else case "${COMP_WORDS[1]},$before" in
-CASES
-  esac; fi
-  COMPREPLY=($(compgen -W "$words" -- "$current"))
-  if (( COMP_CWORD > 1 )) && [[ $current != -* ]]; then COMPREPLY+=($(compgen -f -- "$current")); fi
-}
-complete -o filenames -F _batchlab batchlab
-"""

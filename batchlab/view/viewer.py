@@ -550,7 +550,7 @@ async function listBatches() {
     }
     const made = data.map(batchRow), list = $('batches');
     if (made.map(x => x.outerHTML).join() !== [...list.children].map(x => x.outerHTML).join() && !list.contains(document.activeElement)) list.replaceChildren(...made);
-    put($('no-batches'), data.length ? (has_more ? 'The newest 8.' : '') : 'No batch yet: batchlab batch submit FILE.');
+    put($('no-batches'), data.length ? (has_more ? 'The newest 8.' : '') : 'No batch yet.');
   } catch (e) { put($('no-batches'), e.message); }
   due = setTimeout(listBatches, 2000);
 }
