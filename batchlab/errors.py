@@ -256,6 +256,8 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
 
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
 _BEAMS = "transformers' model.generate(num_beams=4) has it"
+_ENGINE = "llm.add_request(prompt, params, callback) and llm.step() run requests by hand"
+_PROMPT = "a dict does, such as dict(prompt='a') or dict(prompt_token_ids=[5, 6])"
 _RAY = "RayJob(input, output, workers=2, llm=dict(model=…)).run() does it"
 REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
     beam_search=_BEAMS,
@@ -264,6 +266,14 @@ REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: w
     Pool=_RAY,
     kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
+    EngineArgs="LLM takes each of its arguments by name",
+    FlexibleArgumentParser="argparse.ArgumentParser reads a program's own flags",
+    LLMEngine=_ENGINE,
+    llm_engine=_ENGINE,
+    TextPrompt=_PROMPT,
+    TokensPrompt=_PROMPT,
+    cleanup_dist_env_and_memory="llm.close() gives back what its model held",
+    print_embeddings="print(out.outputs.embedding[:4]) shows the first numbers of a vector",
     Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
     Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
 ) | {  # commands, and flags of one command

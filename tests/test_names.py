@@ -10,7 +10,6 @@ from test_package import py
 
 from batchlab import LLM, AsyncLLM, SamplingParams
 from batchlab.compat import vllm
-from batchlab.compat.vllm import EngineArgs
 from batchlab.core.params import RULES
 from batchlab.errors import ModelError, ModelNotFoundError, ParamError, PromptError
 from batchlab.llm.inputs import split_settings
@@ -103,7 +102,7 @@ def test_an_argument_that_there_is_not_is_a_type_error(name, words):
     "name",
     ["speculative_config", "hf_overrides", "tokenizer_mode", "load_format", "kv_cache_dtype"],
 )
-@pytest.mark.parametrize("kind", [LLM, vllm.LLM, EngineArgs])
+@pytest.mark.parametrize("kind", [LLM, vllm.LLM])
 def test_what_would_change_the_answers_is_refused(name, kind):
     "Also by the class for programs written for vLLM: what it has not got is no argument."
     with pytest.raises(TypeError, match=name):
@@ -153,28 +152,9 @@ def test_default_sampling_params_are_the_models(llm):
     )
 
 
-def test_engine_args_are_silent_at_their_defaults(folder, lines):
-    from batchlab.compat.vllm import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser()
-    EngineArgs.add_cli_args(parser.add_argument_group("engine")).set_defaults(model=folder)
-    parser.add_argument("--max-tokens", type=int)
-    parsed = lambda text: vars(parser.parse_args(text.split()))
-    args = parsed("--max_tokens 5 --max_num_seqs=3 --max-model-len 99")
-    assert args.pop("max_tokens") == 5
-    made = vllm.LLM(**args)
-    assert (made.limits.max_num_seqs, made.max_model_len, lines()) == (3, 99, [])
-    assert vars(EngineArgs(model=folder)) == {**args, "max_num_seqs": None, "max_model_len": None}
-    flags = "--quantization None --compile false --device cpu --kv-cache-memory-bytes 5"
-    want = dict(quantization=None, compile=False, device="cpu", kv_cache_memory_bytes=5)
-    assert parsed(flags).items() >= want.items()
-    with pytest.raises(TypeError, match="tensor_parallel_sizes"):
-        EngineArgs(tensor_parallel_sizes=2)
-
-
 EXAMPLE = """
 from batchlab.compat.vllm import LLM, SamplingParams, RequestOutput
-from batchlab.compat.vllm import GuidedDecodingParams, StructuredOutputsParams, cleanup_dist_env_and_memory
+from batchlab.compat.vllm import GuidedDecodingParams, StructuredOutputsParams
 assert GuidedDecodingParams is StructuredOutputsParams
 shared = 'You are an expert school principal, skilled in effectively managing faculty and staff. '
 prompts = [shared + p for p in ('Hello, my name is', 'The capital of France is', 'The future of AI is')]
@@ -186,8 +166,7 @@ for caching in (False, True):
     outputs: list[RequestOutput] = llm.generate(prompts, params)
     texts.append([o.outputs[0].text for o in outputs])
     print(all(o.num_cached_tokens for o in outputs))
-    del llm
-    cleanup_dist_env_and_memory()
+    llm.close()
 print(texts[0] == texts[1])
 """
 

@@ -1,13 +1,12 @@
 "What was taken out says, where it is asked for, what to do instead."
 
-import importlib
-
 import pytest
 from transformers import GenerationConfig
 
 from batchlab import LLM
 from batchlab.cli import main
 from batchlab.cli.flags import parser_of
+from batchlab.compat import vllm
 from batchlab.errors import JobError, ParamError, RemovedAttribute, RemovedImport
 from batchlab.models import tiny_model
 
@@ -38,6 +37,19 @@ REMOVED = [  # the call, what it raises, the name at fault, what the advice name
         RemovedImport,
         "BeamSearchParams",
         "num_beams",
+    ),
+    (lambda: vllm.LLM(small).llm_engine, RemovedAttribute, "llm_engine", "llm.add_request"),
+    *(
+        (imported(name, "batchlab.compat.vllm"), RemovedImport, name, instead)
+        for name, instead in dict(
+            EngineArgs="LLM takes",
+            FlexibleArgumentParser="argparse",
+            LLMEngine="llm.step()",
+            TextPrompt="dict(prompt=",
+            TokensPrompt="prompt_token_ids",
+            cleanup_dist_env_and_memory="llm.close()",
+            print_embeddings="outputs.embedding",
+        ).items()
     ),
 ]
 
@@ -105,7 +117,7 @@ def test_arguments_and_flags_that_there_were():
 
 
 def test_other_names_fail_as_ever():
-    llm, vllm = LLM(small), importlib.import_module("batchlab.compat.vllm")
+    llm = LLM(small)
     assert not hasattr(llm, "beam_search")
     for of, said in ((llm, "'LLM' object"), (vllm, "module 'batchlab.compat.vllm'")):
         with pytest.raises(AttributeError, match=f"{said} has no attribute 'nothing'"):

@@ -5,17 +5,10 @@
 # %% ../../nbs/7_serve/vllm.ipynb #hab00005
 from __future__ import annotations
 
-import argparse, gc, inspect, logging, re, sys
-from ast import literal_eval
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import field, make_dataclass
-from types import SimpleNamespace
-from typing import Any, Self, TypedDict
+import logging
+from typing import Any
 
 import batchlab
-from .. import api
-from ..api.base import trim_memory
 from ..core import params
 from ..errors import ParamError, no_name
 from .names import VLLM_ENGINE
@@ -34,10 +27,8 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'RENAMED', 'GuidedDecodingParams', 'engine_options', 'LLM', 'SamplingParams', 'StructuredOutputsParams',
-           'PoolerConfig', 'EngineArgs', 'FlexibleArgumentParser', 'cleanup_dist_env_and_memory', 'TextPrompt',
-           'TokensPrompt', 'print_embeddings', 'config_of', 'LLMEngine', 'PoolingParams', 'LoRARequest',
-           'RequestOutput', 'CompletionOutput', 'PoolingRequestOutput', 'EmbeddingRequestOutput',
-           'ClassificationRequestOutput', 'ScoringRequestOutput']
+           'PoolerConfig', 'PoolingParams', 'LoRARequest', 'RequestOutput', 'CompletionOutput', 'PoolingRequestOutput',
+           'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput']
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00009
 RENAMED = dict(kv_cache_memory_bytes="kv_cache_bytes", override_pooler_config="pooler_config")
@@ -73,10 +64,6 @@ class LLM(batchlab.LLM):
         `chat_template_content_format`."""
         options |= dict(lora_request=lora_request, chat_template=chat_template)
         return super().chat(messages, sampling_params, use_tqdm, **options)
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        return LLMEngine(self)
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00016
 class SamplingParams(params.SamplingParams):
@@ -117,66 +104,6 @@ class PoolerConfig(pooled.PoolerConfig):
         activation = normalize if use_activation is None else use_activation
         super().__init__(seq_pooling_type or pooling_type, activation)
 
-# %% ../../nbs/7_serve/vllm.ipynb #hab00025
-_OWN = inspect.signature(api.LLM).parameters.values()
-_DEFAULTS = {p.name: p.default for p in _OWN} | dict.fromkeys(RENAMED) | VLLM_ENGINE
-_TEXT = {p.name for p in _OWN if str(p.annotation).startswith("str")}
-_Fields: Any = make_dataclass("_Fields", [(k, Any, field(default=v)) for k, v in _DEFAULTS.items()])
-
-
-def _value(text: str) -> Any:
-    "What `text` means on a command line: a number, None, true, a dict …, else itself."
-    try:
-        return literal_eval(text.title() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _text(text: str) -> str | None:
-    return None if text == "None" else text
-
-
-class EngineArgs(_Fields):
-    "The arguments of `LLM` at their defaults: `LLM(**vars(EngineArgs(model='…')))`."
-
-    @staticmethod
-    def add_cli_args(parser: Any) -> Any:
-        """Add a flag for each argument to `parser`, an `ArgumentParser` or a group of one;
-        returns it."""
-        for name, default in _DEFAULTS.items():
-            how: dict[str, Any] = dict(type=_text if name in _TEXT else _value)
-            if isinstance(default, bool):
-                how = dict(action=argparse.BooleanOptionalAction)
-            parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
-        return parser
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        "The arguments that `args` has."
-        return cls(**{k: v for k, v in vars(args).items() if k in _DEFAULTS})
-
-# %% ../../nbs/7_serve/vllm.ipynb #hab00028
-class FlexibleArgumentParser(argparse.ArgumentParser):
-    "An `ArgumentParser` that reads `--max_tokens` as `--max-tokens`."
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Iterable[str] | None = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
-        "As `ArgumentParser` has it."
-
-        def flag(m: re.Match[str]) -> str:
-            return m[0] if m[0] in self._option_string_actions else m[0].replace("_", "-")
-
-        given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([re.sub("^--[^=]+", flag, a) for a in given], namespace)
-
-
-def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Give back what deleted models held. Nothing is distributed here, so `shutdown_ray` says
-    nothing."""
-    gc.collect()
-    trim_memory()
-
 # %% ../../nbs/7_serve/vllm.ipynb #hab00031
 _all_ = [
     "PoolingParams",
@@ -189,94 +116,6 @@ _all_ = [
     "ScoringRequestOutput",
 ]
 
-
-class TextPrompt(TypedDict):
-    "A prompt that is text."
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    "A prompt of token ids."
-
-    prompt_token_ids: list[int]
-
-
-def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:
-    "Print the first numbers of a vector, and how many it has."
-    few = f"{str(embeds[:4])[:-1]}, ...]" if len(embeds) > 4 else embeds
-    print(f"{prefix}: {few} (size={len(embeds)})")
-
 # %% ../../nbs/7_serve/vllm.ipynb #4c1de0b2
 def __getattr__(name: str) -> Any:
     raise no_name(__name__, name)
-
-# %% ../../nbs/7_serve/vllm.ipynb #8b68359c
-def config_of(llm: LLM) -> SimpleNamespace:
-    "What programs read of the model of `llm`: its name, `hf_config`, `dtype`, `max_model_len`."
-    config = llm.model.config
-    return SimpleNamespace(
-        model=config._name_or_path,
-        hf_config=config,
-        dtype=llm.model.dtype,
-        max_model_len=llm.max_model_len,
-    )
-
-# %% ../../nbs/7_serve/vllm.ipynb #hab00042
-class LLMEngine:
-    """vLLM's engine: requests are added by hand, and each `step` gives the results of those that
-    it ended. `llm`: the `LLM` that runs them."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.done = llm, deque[Any]()
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        "An engine of an `LLM` with these arguments."
-        return cls(LLM(**vars(engine_args)))
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: Any,
-        arrival_time: float | None = None,
-        lora_request: Any = None,
-        *,
-        priority: int = 0,
-    ) -> str:
-        """Queue a prompt; `arrival_time` has no effect. A prompt that can't run has an `error` in
-        its result. Raises `EngineError` for an id that is in use."""
-        keep = lambda event: event.finished and self.done.append(event.output)
-        return self.llm.add_request(
-            prompt, params, keep, request_id, priority=priority, lora_request=lora_request
-        )
-
-    def step(self) -> list[Any]:
-        "One step of all; the results of the requests that are finished since the last."
-        if self.llm.has_unfinished:
-            self.llm.step()
-        return [self.done.popleft() for _ in range(len(self.done))]
-
-    def abort_request(self, request_ids: str | Sequence[str]) -> None:
-        "End requests at the next step: they come out with finish_reason 'cancelled'."
-        for i in [request_ids] if isinstance(request_ids, str) else request_ids:
-            self.llm.cancel(i)
-
-    def get_num_unfinished_requests(self) -> int:
-        return len(self.llm.groups) + len(self.done)
-
-    def has_unfinished_requests(self) -> bool:
-        return self.get_num_unfinished_requests() > 0
-
-    def get_tokenizer(self) -> Any:
-        return self.llm.get_tokenizer()
-
-    @property
-    def model_config(self) -> SimpleNamespace:
-        "What programs read of a model: `model`, `hf_config`, `dtype`, `max_model_len`."
-        return config_of(self.llm)
-
-    @property
-    def vllm_config(self) -> SimpleNamespace:
-        return SimpleNamespace(model_config=self.model_config)
