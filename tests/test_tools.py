@@ -196,7 +196,7 @@ BAD_TOOLS = [
     ([function("f", dict(properties=5))], "function.parameters.properties"),
     ([function("f", dict(required=5))], "function.parameters.required"),
     ([function("f", dict(x=float("nan")))], "NaN"),
-    ([function("f", {"properties": {"a": {"if": {}}}}, strict=True)], "strict"),
+    ([function("f", {"properties": {"a": {"$ref": "#x"}}}, strict=True)], "strict"),
 ]
 BAD_CHOICES = [
     ("any", "'required'"),
@@ -219,8 +219,8 @@ BAD_CHOICES = [
         (dict(tool_choice="required"), "needs tools"),
         (dict(tool_choice="required", tools=with_schema(type="thing")), "parameters"),
         (
-            dict(tool_choice=function("f"), tools=with_schema(type="array", uniqueItems=True)),
-            "uniqueItems",
+            dict(tool_choice=function("f"), tools=with_schema(unevaluatedItems=False)),
+            "unevaluatedItems",
         ),
         (dict(tools=TOOLS, parallel_tool_calls="yes"), "parallel_tool_calls"),
     ],
@@ -272,14 +272,14 @@ def test_deep_schemas_are_refused_or_held(depth):
 
 def test_what_no_grammar_holds_is_held_to_names_and_types():
     properties = dict(
-        a=dict(type="array", uniqueItems=True), b=dict(enum=[1]), c=dict(type="thing")
+        a=dict(type="array", unevaluatedItems=False), b=dict(enum=[1]), c=dict(type="thing")
     )
     own = dict(type="object", properties=properties, required=["a"])
     choice = check_tools([function("f", own)])
     assert choice.schemas["f"]["properties"] == dict(a=dict(type="array"), b=dict(enum=[1]), c={})
     assert choice.schemas["f"]["required"] == ["a"] and not choice.strict
     assert choice.tools[0]["function"]["parameters"] == own, "the prompt has what the client wrote"
-    assert check_tools([function("f", {"not": {}})]).schemas["f"] == dict(type="object")
+    assert check_tools([function("f", {"$ref": "#x"})]).schemas["f"] == dict(type="object")
 
 
 # --- formats
@@ -708,6 +708,20 @@ def test_ids_are_those_of_the_key():
         return [c["id"] for c in parse_answer(fmt_of("hermes"), check_tools(TOOLS), text, key)[1]]
 
     assert ids("a") == ids("a") and not {*ids("a")} & {*ids("b")} and len({*ids(), *ids()}) == 4
+
+
+def test_a_strict_call_that_is_not_valid_is_an_error(tmp_path):
+    "What no grammar holds is checked at the end, but for a call that is cut off, or that nobody promised."
+    pair = dict(type="array", items=dict(const=1), minItems=2, maxItems=2, uniqueItems=True)
+    tools = [function("f", dict(properties=dict(a=pair), required=["a"]))]
+    must, call = check_tools(tools, "required"), written(FORMATS["hermes"], ("f", dict(a=[1, 1])))
+    for choice, text in ((check_tools(tools), call), (must, call.partition("]")[0])):
+        assert parse_answer(fmt_of("hermes"), choice, text)[1]
+    with pytest.raises(BadRequest, match=r"call of f is not valid at \$.a \(.*non-unique") as e:
+        parse_answer(fmt_of("hermes"), must, call)
+    assert e.value.code == "server_error"
+    [r] = run(tmp_path / "a", [ask(0, tools=tools, tool_choice="required")], llm())
+    assert r["response"]["status_code"] == 500 and "non-unique" in r["error"]["message"]
 
 
 # --- a layout that only the tokenizer's response_template knows

@@ -623,6 +623,17 @@ class _WholeReader(_CallReader):
         return True
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00068
+def _fault(schema: dict[str, Any], arguments: str) -> str:
+    "Why the whole `arguments` of a call are not valid under `schema`; '' if they are."
+    from batchlab.tasks.structured import Validity  # imports torch
+
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return ""
+    return Validity(schema)(arguments)
+
+
 class ToolParser(_WholeReader):
     """The text of an answer in, its deltas out as the chat endpoint streams them:
     `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
@@ -641,9 +652,15 @@ class ToolParser(_WholeReader):
         return out
 
     def close(self) -> list[dict[str, Any]]:
-        "The deltas of what was held back, at the end of the answer."
+        """The deltas of what was held back, at the end of the answer. Raises `BadRequest` if the
+        choice is strict and a call is not valid; one that is cut off is passed on."""
         self.closing = True
-        return self.feed("")
+        out = self.feed("")
+        for f in (c["function"] for c in self.calls if self.choice.strict):
+            if why := _fault(self.choice.schemas[f["name"]], f["arguments"]):
+                said = f"the call of {f['name']} is not valid {why}: ask again"
+                raise BadRequest(said, "server_error")
+        return out
 
     @functools.cached_property
     def _steps(self) -> Steps:

@@ -5,15 +5,14 @@
 # %% ../../nbs/5_tasks/30_structured.ipynb #8fb89dd6
 from __future__ import annotations
 
-import functools, itertools, json, math, re, secrets
+import functools, itertools, json, math, re, secrets, time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
-import torch
+import regex, torch
 
 from ..errors import BatchlabError, ModelError, ParamError
 from ..models.load import one_line
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['FORMATS', 'ESCAPED', 'KINDS', 'DEEPEST', 'MOST_PROPERTIES', 'MOST_COMPARED', 'WIDEST', 'NOT_HELD', 'WHITESPACE',
-           'LONGEST', 'MOST', 'MOST_SCHEMA', 'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'pattern_text',
-           'check_schema', 'grammar_text', 'check_wish', 'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammar_for']
+__all__ = ['DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'SLOWEST', 'WHITESPACE', 'LONGEST', 'MOST', 'MOST_SCHEMA',
+           'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'check_schema', 'Validity', 'grammar_text', 'check_wish',
+           'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammar_for']
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a5cae600
 def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
@@ -68,9 +67,10 @@ def vocabulary(
     if not eos_ids:
         raise ModelError(f"{need} an end token, and the model names none")
     try:
+        import jsonschema  # noqa: F401  # which checks what is written
         from llguidance import LLTokenizer
-    except ImportError:
-        raise ModelError(f"{need} llguidance: pip install 'batchlab[structured]'") from None
+    except ImportError as e:
+        raise ModelError(f"{need} {e.name}: pip install 'batchlab[structured]'") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ModelError("structured_outputs is not for a slow tokenizer: leave it out")
     try:
@@ -84,49 +84,18 @@ def vocabulary(
         ) from e
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #61be4a8b
-FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
-ESCAPED = re.compile(
-    r'["\x00-\x1f]|\\[\\nrtfvb0]|\\(x|u00)([01][0-9a-fA-F]|22|5[cC])'
-)  # what JSON writes as an escape
+DEEPEST, MOST_PROPERTIES = 100, 4000  # levels of a schema, references included; names of an object
+WIDEST = 2**63 - 1024  # the largest double below 2**63
+NOT_HELD = {"unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
 
-_SET = re.compile(
-    r"\\.|\[\^?\]?|\]|&&|--|~~|\.", re.S
-)  # what reads a set of characters differently from place to place
-_WIDE = {
-    r"\D": r"\P{Nd}",
-    r"\W": r"[^\p{L}\p{N}\p{M}\p{Pc}]",
-    r"\S": r"[^\s\x{feff}\x{85}\x1c-\x1f]",
-}
+_ONE, _NAMED = {"items", "additionalProperties"}, {"properties", "patternProperties"}
+_SEVERAL = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
+_SAME = {"allOf", "anyOf", "oneOf", "$ref", "properties"}  # keywords that describe one object
+_BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 _AHEAD = {  # what generators write with a look ahead, and the same without
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
     r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
 }
-
-
-def pattern_text(pattern: str) -> str:
-    """`pattern` of a JSON schema as the library reads it: what it matches, JavaScript and Python
-    match too. Raises `ValueError` with what is not held."""
-    if pattern in _AHEAD:
-        pattern = _AHEAD[pattern]
-    if ESCAPED.search(pattern):
-        raise ValueError("pattern with a quote, backslash or control character")
-    inside = False
-
-    def plain(m: re.Match[str]) -> str:
-        nonlocal inside
-        part = m[0]
-        if part in _WIDE:
-            return _WIDE[part]
-        if part == ".":
-            return part if inside else r"[^\n\r\u2028\u2029]"
-        if inside and part[0] in "[&-~":
-            raise ValueError(f"pattern with {part} in a set of characters")
-        if part[0] == "[" or part == "]":
-            inside = part != "]"
-        return part
-
-    return _SET.sub(plain, pattern)
-
 
 _YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP = "(([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
@@ -138,474 +107,154 @@ _DATES = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
-}  # the library's have a 30th of February
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #030a2a3c
-KINDS = ["null", "boolean", "integer", "number", "string", "array", "object"]
-DEEPEST, MOST_PROPERTIES = (
-    100,
-    4000,
-)  # levels of a schema and names of an object: the library recurses, and crashes
-MOST_COMPARED = 50_000  # choices of `oneOf`, each of which is compared with each other
-WIDEST = 2**63 - 1024  # the largest double below 2**63
-
-_BESIDE = {"allOf", "anyOf", "oneOf", "$ref"}  # keywords that describe the same value once more
-_LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+}  # the library's have a 29th of February each year, and a 60th second
 
 
-def _kinds(d: dict[str, Any]) -> set[str]:
-    """The kinds of values that `type`, `const` and `enum` of schema `d` leave; whole numbers are
-    of both kinds of numbers."""
-    of: Any = d.get("type", KINDS)
-    found = (
-        {of}
-        if isinstance(of, str)
-        else {k for k in of if isinstance(k, str)}
-        if isinstance(of, list)
-        else {*KINDS}
-    )
-    values = [d["const"]] if "const" in d else d.get("enum")
-    if isinstance(values, list):
-        found &= {k for v in values for k in _kinds_of(v)}
-    return found | {"integer"} if "number" in found else found
+def _refusal(why: str) -> ParamError:
+    return ParamError(joint=": ", why=why, field="structured_outputs.json")
 
 
-def _kinds_of(v: Any) -> list[str]:
-    "The kinds of value `v` as JSON."
-    if isinstance(v, float):
-        return ["integer", "number"] if v.is_integer() else ["number"]
-    known = {
-        type(None): ["null"],
-        bool: ["boolean"],
-        int: ["integer", "number"],
-        str: ["string"],
-        list: ["array"],
-        dict: ["object"],
-    }
-    return known.get(type(v), KINDS)
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #030a2a3c-1
-def _bounds(d: dict[str, Any], part: bool) -> dict[str, Any]:
-    """The bounds of numbers in schema `d`, as doubles, which the library counts in: an integer
-    that is none is moved to the next one inside.
-
-    Raises `ValueError` with what is not held. `exclusiveMinimum` and its like may be true, as in
-    draft 4."""
-    ends = {k: d[k] for k in (*_LOW, *_HIGH) if isinstance(d.get(k), (int, float))}
-    for k, plain in (_LOW[::-1], _HIGH[::-1]):
-        if isinstance(ends.get(k), bool) and ends.pop(k) and plain in ends:
-            ends[k] = ends.pop(plain)
-    for k, v in ends.items():
-        up, x = k in _LOW, float(v) if abs(v) < 1e300 else math.copysign(1e300, v)
-        if abs(v) >= 1e300:
-            ends[k] = v = x  # a bound beyond `WIDEST`, as all that size
-        if x != v:
-            ends[k] = math.nextafter(x, math.inf if up else -math.inf) if (x < v) is up else x
-    if any(abs(v) >= 10**18 for v in ends.values()):
-        low, high = (
-            max((ends[k] for k in _LOW if k in ends), default=-WIDEST),
-            min((ends[k] for k in _HIGH if k in ends), default=WIDEST),
-        )
-        if low > WIDEST or high < -WIDEST:
-            raise ValueError(f"a bound beyond {WIDEST:,}")
-        if low <= -WIDEST:
-            ends = {k: v for k, v in ends.items() if k not in _LOW} | dict(minimum=-WIDEST)
-        if high >= WIDEST:
-            ends = {k: v for k, v in ends.items() if k not in _HIGH} | dict(maximum=WIDEST)
-    if _bounds_slip(d, ends, part):
-        raise ValueError("an excluded whole bound so near another")
-    return ends
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #9b048a77
-def _bounds_slip(d: dict[str, Any], ends: dict[str, Any], part: bool) -> bool:
-    """Whether a number of `d` could be an excluded whole bound: the library lets that through
-    where the other bound is less than 1 away."""
-    if "number" not in _kinds(d) or not any(
-        k.startswith("ex") and float(x).is_integer() for k, x in ends.items()
-    ):
-        return False
-    low, high = (
-        max((ends[k] for k in _LOW if k in ends), default=-math.inf),
-        min((ends[k] for k in _HIGH if k in ends), default=math.inf),
-    )
-    return part or bool(d.keys() & _BESIDE) or high - low < 1
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #030a2a3c-2
-def _whole(v: Any) -> None:
-    """Raise `ValueError` if a value that a schema lists holds an integer that no double is: the
-    library would write its neighbour."""
-    if isinstance(v, (list, dict)):
-        for x in v.values() if isinstance(v, dict) else v:
-            _whole(x)
-    elif isinstance(v, int) and (
-        abs(v) > 2**1000 or float(v) != v or abs(v) >= 2**63 and int(Decimal(repr(float(v)))) != v
-    ):
-        raise ValueError(
-            f"the integer {str(v)[:40]}, which no double is (take a string, or a pattern of digits)"
-        )
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #455f89b2
-NOT_HELD = {
-    "contains",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "if",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "$dynamicRef",
-    "$recursiveRef",
-}
-
-
-def _without_not(d: dict[str, Any]) -> dict[str, Any] | bool:
-    "`d` with its `not` said by `type`. Raises `ValueError` for another `not`."
-    d, no = dict(d), d["not"]
-    if no is True or no == {}:
-        return False
-    kind, of = (
-        (no.get("type") if isinstance(no, dict) and len(no) == 1 else None),
-        d.pop("type", [k for k in KINDS if k != "integer"]),
-    )
-    del d["not"]
-    if kind not in ("null", "boolean", "string", "array", "object"):
-        raise ValueError("not")
-    return d | dict(type=[k for k in ([of] if isinstance(of, str) else of) if k != kind])
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #455f89b2-1
-def _without_names(d: dict[str, Any], names: Any) -> dict[str, Any]:
-    """`d` with what `propertyNames`, which is `names`, asks for said by properties or patterns.
-    Raises `ValueError` if they can't."""
-    asks = {} if names is True else names
-    if not isinstance(asks, dict) or asks.keys() & (
-        _BESIDE | NOT_HELD | {"not", "format", "const"}
-    ):
-        raise ValueError("such propertyNames")
-    asks = {k: v for k, v in asks.items() if k in ("enum", "pattern", "minLength", "maxLength")}
-    if not asks:
-        return d
-    if len(asks.keys() - {"maxLength"}) > 1 or d.keys() & {"properties", "patternProperties"}:
-        raise ValueError("propertyNames beside others")
-    if isinstance(each := asks.get("enum"), list):
-        return d | dict(
-            properties={k: d.get("additionalProperties", True) for k in each if isinstance(k, str)},
-            additionalProperties=False,
-        )
-    if "enum" in asks or "pattern" in asks and "maxLength" in asks:
-        raise ValueError("such propertyNames")
-    pattern = (
-        asks.get("pattern") or f"^.{{{asks.get('minLength', 0)},{asks.get('maxLength', '')}}}$"
-    )
-    return d | dict(
-        patternProperties={pattern: d.get("additionalProperties", True)}, additionalProperties=False
-    )
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #455f89b2-2
-def _in_fewer_words(d: dict[str, Any], draft_7: bool) -> dict[str, Any] | bool:
-    """Schema `d` with fewer keywords, but for those of its parts. Raises `ValueError` with a
-    keyword that asks for what no grammar here keeps.
-
-    `draft_7`: whether it is of that draft or one before."""
-    if bad := sorted(NOT_HELD & d.keys()):
-        raise ValueError(bad[0])
-    if "not" in d:
-        if isinstance(found := _without_not(d), bool):
-            return found
-        d = found
-    kept = {
-        k: v
-        for k, v in d.items()
-        if k not in ("propertyNames", "uniqueItems", "additionalItems")
-        and not (draft_7 and k == "prefixItems")
-    }
-    if "propertyNames" in d:
-        kept = _without_names(kept, d["propertyNames"])
-    if d.get("uniqueItems") and not (isinstance(most := d.get("maxItems"), int) and most < 2):
-        raise ValueError("uniqueItems")
-    if isinstance(d.get("items"), list):  # tuples as all drafts before 2020 have them
-        kept["prefixItems"] = kept.pop("items")
-        if "additionalItems" in d:
-            kept["items"] = d["additionalItems"]
-    return kept
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #a89c2510
-_PLAIN = {
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-    "minLength",
-    "maxLength",
-    "multipleOf",
-    "required",
-    "type",
-}
-_ONE, _LIST, _NAMED = (
-    {"items", "additionalProperties"},
-    {"allOf", "anyOf", "prefixItems"},
-    {"properties", "patternProperties"},
-)
-
-
-def _refuse(what: str, where: str) -> NoReturn:
-    raise ParamError(
-        joint=": ",
-        why=f"{what} at {where} is not supported: leave it out",
-        field="structured_outputs.json",
-    )
-
-
-def _pattern(pattern: str, where: str) -> str:
-    try:
-        return pattern_text(pattern)
-    except ValueError as e:
-        _refuse(str(e), where)
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #a89c2510-1
-def _object(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
-    """What `d` says but for its values; an object that lists properties, and leaves others free,
-    gets no others."""
-    kept = {k: v for k, v in d.items() if k in _PLAIN | _ONE | _LIST | _NAMED | {"$ref"}}
-    for k in _LIST & kept.keys():
-        if not isinstance(kept[k], list):
-            _refuse(f"{k} that is no list", where)
-    for k in _NAMED & kept.keys():
-        if not isinstance(kept[k], dict):
-            _refuse(f"{k} that is no object", where)
-    if len(kept.get("properties", ())) > MOST_PROPERTIES:
-        _refuse(f"an object of over {MOST_PROPERTIES:,} properties", where)
-    listed, more = kept.get("properties"), kept.get("additionalProperties", True)
-    free = more is True or more == {}
-    if (
-        not part
-        and listed is not None
-        and isinstance(need := d.get("required"), list)
-        and more is not False
-    ):
-        kept["properties"] = listed = listed | {
-            k: more for k in need if isinstance(k, str) and k not in listed
-        }
-    if "patternProperties" in kept:
-        kept["patternProperties"] = {
-            _pattern(k, where): v for k, v in kept["patternProperties"].items()
-        }
-    closed = not part and free and bool(_NAMED & kept.keys())
-    if closed:
-        kept["additionalProperties"] = more = False
-    counted = more is False and not kept.get("patternProperties")
-    if isinstance(least := d.get("minProperties"), int) and least > 1 and not counted:
-        _refuse("minProperties of an open object", where)
-    return kept
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #a89c2510-2
-def _values(d: dict[str, Any], part: bool, where: str) -> dict[str, Any]:
-    """What schema `d` says of values themselves: those it lists, patterns and formats of texts,
-    bounds of numbers."""
-    kept = {k: d[k] for k in ("const", "enum", "pattern") if k in d}
-    for kind in (
-        d["type"] if isinstance(d.get("type"), list) else [d["type"]] if "type" in d else []
-    ):
-        if kind not in KINDS:
-            _refuse(f"type {str(kind)[:40]!r}", where)
-    form, times = d.get("format"), d.get("multipleOf")
-    try:
-        _whole([kept.get("const"), kept.get("enum")])
-        if isinstance(p := d.get("pattern"), str):
-            kept["pattern"] = pattern_text(p)
-        if part and times is not None and not (isinstance(times, int) and times < 2**16):
-            raise ValueError("such a multipleOf beside others")
-        kept |= _bounds(d, part)
-    except ValueError as e:
-        _refuse(str(e), where)
-    if form in FORMATS:
-        kept |= (
-            dict(pattern=_DATES[form])
-            if form in _DATES and "pattern" not in d
-            else dict(format=form)
-        )
-    return kept
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #0f37c7c1
-def _apart(
-    a: Any, b: Any, find: Callable[[Any], Any], count: Callable[[int], None], deep: int = 8
-) -> bool:
-    """Whether no value fits both schemas `a` and `b`, as far as their kinds, the values they
-    list and their properties tell; `find` follows a reference, `count` is told what is compared."""
-    if a is False or b is False:
-        return True
-    if not deep or not isinstance(a, dict) or not isinstance(b, dict):
-        return False
-    u, v = ([d["const"]] if "const" in d else d.get("enum") for d in (a, b))
-    count(1 + (len(u) * len(v) // 64 if isinstance(u, list) and isinstance(v, list) else 0))
-    for x, y in ((a, b), (b, a)):
-        every, some = [*(x.get("allOf") or ())], x.get("anyOf") or x.get("oneOf")
-        if "$ref" in x:
-            every.append(find(x["$ref"]))
-        if any(_apart(s, y, find, count, deep - 1) for s in every):
-            return True
-        if isinstance(some, list) and all(_apart(s, y, find, count, deep - 1) for s in some):
-            return True
-    both = _kinds(a) & _kinds(b)
-    if not both:
-        return True
-    if isinstance(u, list) and isinstance(v, list):
-        return not any(x == y for x in u for y in v)
-    return both == {"object"} and any(
-        _apart(_property(a, k), _property(b, k), find, count, deep - 1)
-        for k in {*(a.get("required") or ()), *(b.get("required") or ())}
-    )
-
-
-def _property(d: dict[str, Any], name: Any) -> Any:
-    "What schema `d` of an object says of property `name`."
-    others = (
-        False if d.get("additionalProperties") is False and not d.get("patternProperties") else True
-    )
-    return (d.get("properties") or {}).get(name, others)
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #68d186c4
-def _part_at(root: Any, pointer: object, where: str) -> Any:
-    "The part of schema `root` that `pointer`, such as '#/$defs/a', names. Raises `ParamError`."
-    if not isinstance(pointer, str) or pointer != "#" and not pointer.startswith("#/"):
-        _refuse(f"$ref {str(pointer)[:60]!r}, which names no place in the schema,", where)
-    found = root
-    for step in unquote(pointer[1:].rstrip("/")).split("/")[1:]:
+def _part_at(root: Any, pointer: object) -> Any:
+    "The part of schema `root` that `pointer`, such as '#/$defs/a', names; None if there is none."
+    steps = unquote(pointer).split("/") if isinstance(pointer, str) else [""]
+    found = root if steps[0] == "#" else None
+    for step in steps[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        at = found.get(step) if isinstance(found, dict) else None
         if isinstance(found, list) and step.isdigit():
-            at = found[int(step)] if int(step) < len(found) else None
-        if at is None:
-            _refuse(f"$ref {pointer[:60]!r}, which names nothing in the schema,", where)
-        found = at
+            found = dict(enumerate(found)).get(int(step))
+        else:
+            found = found.get(step) if isinstance(found, dict) else None
     return found
 
 
-def _check_one_of(some: Any, root: Any, where: str, count: Callable[[int], None]) -> None:
-    """Raise `ParamError` if a value might fit two of the choices `some` of a `oneOf`, or more is to
-    be compared for that than `count` takes."""
-    if not isinstance(some, list):
-        _refuse("oneOf that is no list", where)
-    find = lambda ref: _part_at(root, ref, where)
-    for i, a in enumerate(some):
-        for j, b in enumerate(some[:i]):
-            if not _apart(a, b, find, count):
-                raise ParamError(
-                    joint=": ",
-                    why=f"an answer might fit more than one schema of oneOf at {where}, {j} and "
-                    f"{i}: take anyOf, or add to each what the others exclude, such as a const",
-                    field="structured_outputs.json",
-                )
-
-
-def _beside(kept: dict[str, Any], choices: dict[str, Any]) -> dict[str, Any]:
-    "Schema `kept` with the `anyOf` that is `choices`, beside one that it may have."
-    if "anyOf" not in kept:
-        return kept | choices
-    return kept | dict(allOf=[*kept.get("allOf", []), choices])
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #436b9131
-def _plain(d: object, where: str, depth: int, draft_7: bool) -> dict[str, Any] | bool:
-    """Part `d` of a schema, which stands at `where`, `depth` levels deep, with fewer keywords.
-    Raises `ParamError`."""
-    if depth > DEEPEST:
-        raise ParamError(
-            joint=": ",
-            why=f"a schema of more than {DEEPEST} levels, references included: make it flatter",
-            field="structured_outputs.json",
-        )
-    if isinstance(d, bool):
-        return d
-    if not isinstance(d, dict):
-        _refuse(f"{str(d)[:40]!r} in place of a schema", where)
-    if where != "#" and isinstance(own := d.get("$id"), str) and not own.startswith("#"):
-        _refuse("$id of a part", where)
-    try:
-        return _in_fewer_words(d, draft_7)
-    except ValueError as e:
-        _refuse(str(e), where)
-
-# %% ../../nbs/5_tasks/30_structured.ipynb #ffb380e2
-class _Reader:
-    """Reads the JSON schema `root`: `read` gives a part of it in the words that the library keeps.
-
-    `defs`: the parts that `$ref` names, as read so far. `mixed`: whether an object takes names
-    beside those that it lists."""
-
-    def __init__(self, root: Any) -> None:
-        self.root, self.mixed, self.compared = root, False, 0
-        self.defs: dict[str, Any] = {}
-        self.names: dict[tuple[str, bool], str] = {}
-        draft = root.get("$schema") if isinstance(root, dict) else None
-        self.draft_7 = isinstance(draft, str) and re.search("draft-0[3-7]", draft) is not None
-
-    def _count(self, n: int, where: str) -> None:
-        "Count `n` comparisons of choices. Raises `ParamError` for too many."
-        self.compared += n
-        if self.compared > MOST_COMPARED:
-            _refuse("oneOf of so many schemas or values", where)
-
-    def _ref(self, pointer: Any, where: str, part: bool, depth: int) -> str:
-        target = _part_at(self.root, pointer, where)
-        if (pointer, part) not in self.names:
-            plain = re.sub(r"[^A-Za-z0-9_.-]", "_", pointer.rpartition("/")[2]) or "root"
-            others = (f"{plain}-{i}" for i in itertools.count(2))
-            name = next(n for n in itertools.chain([plain], others) if n not in self.defs)
-            self.names[pointer, part], self.defs[name] = name, True
-            self.defs[name] = self.read(target, pointer, part, depth + 1)
-        return f"#/$defs/{self.names[pointer, part]}"
-
-    def read(self, d: object, where: str = "#", part: bool = False, depth: int = 0) -> Any:
-        """Part `d` of the schema, which stands at `where`, `depth` levels deep. Raises
-        `ParamError` for what would be taken and not kept.
-
-        `part`: whether the same object is described elsewhere too, so that it must stay open."""
-        d = _plain(d, where, depth, self.draft_7)
-        if isinstance(d, bool):
-            return d
-        several = isinstance(d.get("allOf"), list) and (len(d["allOf"]) > 1 or "properties" in d)
-        part = part or several or len(d.keys() & (_BESIDE | {"properties"})) > 1
-        kept = _object(d, part, where)
-        self.mixed |= bool(_NAMED & kept.keys()) and kept.get("additionalProperties") is not False
-        for k, v in [*kept.items()]:
-            at, inner = f"{where}/{k}", part and k in _BESIDE
-            if k in _ONE:
-                kept[k] = self.read(v, at, inner, depth + 1)
-            elif k in _LIST:
-                kept[k] = [self.read(s, f"{at}/{i}", inner, depth + 1) for i, s in enumerate(v)]
-            elif k in _NAMED:
-                kept[k] = {n: self.read(s, f"{at}/{n}", False, depth + 1) for n, s in v.items()}
-            elif k == "$ref":
-                kept[k] = self._ref(v, at, inner, depth)
-        return self._one_of(d, kept, where, part, depth) | _values(d, part, where)
-
-    def _one_of(
-        self, d: dict[str, Any], kept: dict[str, Any], where: str, part: bool, depth: int
-    ) -> dict[str, Any]:
-        """`kept` with the `oneOf` of schema `d` as an `anyOf`. Raises `ParamError` if a value
-        might fit two of its choices."""
-        if "oneOf" not in d:
-            return kept
-        some = d["oneOf"]
-        _check_one_of(some, self.root, where, lambda n: self._count(n, where))
-        read = [self.read(s, f"{where}/oneOf/{i}", part, depth + 1) for i, s in enumerate(some)]
-        return _beside(kept, dict(anyOf=read))
+def _parts(d: dict[str, Any], root: Any, where: str) -> list[tuple[str, Any]]:
+    "The schemas that stand in schema `d` at `where` in `root`, or are named there; their places."
+    found = list[tuple[str, Any]]()
+    for k, v in d.items():
+        at = f"{where}/{k}"
+        if k in _SEVERAL and isinstance(v, list):
+            found += [(f"{at}/{i}", s) for i, s in enumerate(v)]
+        elif k in _NAMED and isinstance(v, dict):
+            found += [(f"{at}/{n}", s) for n, s in v.items()]
+        elif k in _ONE:
+            found.append((at, v))
+        elif k == "$ref":
+            found.append((v, _part_at(root, v)))
+    return [(at, s) for at, s in found if isinstance(s, dict)]
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #39372913
-def check_schema(d: object, root: object = None) -> dict[str, Any]:
-    """JSON schema `d` without what only describes, its objects closed. Raises `ParamError` for
-    what would be taken and not kept.
+def _every(root: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    "`{place: part}` of all schemas in `root`. Raises `ParamError` if it is too deep."
+    todo, found = [("#", root, 0)], dict[str, dict[str, Any]]()
+    while todo:
+        where, d, depth = todo.pop()
+        if depth > DEEPEST:
+            why = f"a schema of more than {DEEPEST} levels, references included: make it flatter"
+            raise _refusal(why)
+        if where not in found:
+            found[where] = d
+            todo += [(at, s, depth + 1) for at, s in reversed(_parts(d, root, where))]
+    return found
 
-    An object that lists properties and leaves others free gets no others, as an answer would go
-    on with them for long. `root`: the whole schema that `d` is a part of, for its references."""
-    reader = _Reader(d if root is None else root)
-    found = reader.read(d)
-    if found is False:
-        _refuse("a schema that nothing fits", "#")
-    # A name beside those that are listed may be written with escapes, as "\u0061", which the library takes for another one.
-    escapes = {"x-guidance": dict(json_allowed_escapes='nrbtf\\"')} if reader.mixed else {}
-    return (
-        ({} if found is True else found) | ({"$defs": reader.defs} if reader.defs else {}) | escapes
-    )
+
+def _free(d: dict[str, Any]) -> bool:
+    "Whether an object of schema `d` may have names that it does not list, and needs none of them."
+    listed = d.get("properties") or {}
+    more = d.keys() & _NAMED and d.get("additionalProperties", True) in (True, {})
+    return bool(more) and all(k in listed for k in d.get("required") or ())
+
+
+def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema `schema` as the library takes it: objects that list their properties get no
+    others, and what the library can't hold is passed over.
+
+    Raises `ParamError` for one that is too deep or too wide, or has a keyword of `NOT_HELD`."""
+    root = json.loads(json.dumps(schema))
+    parts = _every(root)
+    once = all(len(d.keys() & _SAME) < 2 and len(d.get("allOf") or ()) < 2 for d in parts.values())
+    for where, d in parts.items():
+        if bad := sorted(NOT_HELD & d.keys()):
+            raise _refusal(f"{bad[0]} at {where} is not supported: leave it out")
+        names = _part_at(d, "#/propertyNames/enum")
+        if isinstance(names, list) and not d.keys() & _NAMED:
+            more = d.get("additionalProperties", {})
+            d |= dict(properties={n: more for n in names if isinstance(n, str)})
+            d["additionalProperties"] = False
+        if len(d.get("properties") or ()) > MOST_PROPERTIES:
+            why = f"an object of over {MOST_PROPERTIES:,} properties at {where}: list fewer"
+            raise _refusal(why)
+        for k in _BOUNDS & d.keys():
+            if isinstance(d[k], (int, float)) and abs(d[k]) > WIDEST:
+                del d[k]
+        if (pattern := str(d.get("pattern"))) in _AHEAD:
+            d["pattern"] = _AHEAD[pattern]
+        if "pattern" not in d and str(d.get("format")) in _DATES:
+            d["pattern"] = _DATES[d.pop("format")]
+        if once and _free(d):
+            d["additionalProperties"] = False
+    return root | {"x-guidance": dict(lenient=True, coerce_one_of=True)}
+
+# %% ../../nbs/5_tasks/30_structured.ipynb #val00002
+SLOWEST = 2.0  # seconds of processor time to check one answer
+
+
+class Validity:
+    "Says of a text why it is not valid under JSON `schema`, '' if it is."
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, validators
+        from referencing import Registry
+
+        parts, kind = _every(schema).values(), Draft202012Validator
+        if any(isinstance(d.get("items"), list) for d in parts):
+            kind = Draft7Validator
+        if any(isinstance(d.get(k), bool) for d in parts for k in _BOUNDS):
+            kind = Draft4Validator
+        kind = validators.validator_for(schema, kind)
+        names = "pattern", "patternProperties", "additionalProperties"
+        own = dict(zip(names, (self._pattern, self._patterns, self._others)))
+        rules = {k: self._timed(rule) for k, rule in (kind.VALIDATORS | own).items()}
+        self.until = 0.0
+        make = validators.extend(kind, rules)
+        self.validator = make(schema, registry=Registry())
+
+    def _left(self) -> float:
+        "Seconds that the check may still take. Raises `TimeoutError`."
+        if (left := self.until - time.thread_time()) <= 0:
+            raise TimeoutError("that takes too long")
+        return left
+
+    def _timed(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: self._left() and rule(*given)
+
+    def _fits(self, pattern: str, text: str) -> bool:
+        return regex.search(pattern, text, timeout=self._left()) is not None
+
+    def _pattern(self, v: Any, pattern: str, x: Any, schema: Any) -> Iterator[Exception]:
+        from jsonschema import ValidationError
+
+        if isinstance(x, str) and not self._fits(pattern, x):
+            yield ValidationError(f"{x!r} does not match {pattern!r}")
+
+    def _patterns(self, v: Any, named: dict[str, Any], x: Any, schema: Any) -> Iterator[Exception]:
+        for name, (pattern, own) in itertools.product(
+            x if isinstance(x, dict) else (), named.items()
+        ):
+            if self._fits(pattern, name):
+                yield from v.descend(x[name], own, path=name)
+
+    def _others(self, v: Any, more: Any, x: Any, schema: dict[str, Any]) -> Iterator[Exception]:
+        for name in x.keys() - schema.get("properties", {}) if isinstance(x, dict) else ():
+            if not any(self._fits(p, name) for p in schema.get("patternProperties", {})):
+                yield from v.descend(x[name], more, path=name)
+
+    def __call__(self, text: str) -> str:
+        self.until = time.thread_time() + SLOWEST
+        try:
+            wrong = next(self.validator.iter_errors(json.loads(text)), None)
+        except Exception as e:  # whatever a schema does to the library
+            return f"it can't be checked ({one_line(e)})"
+        return f"at {wrong.json_path} ({' '.join(wrong.message.split()):.200})" if wrong else ""
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #1298bc20
 WHITESPACE, LONGEST, MOST = (
@@ -722,32 +371,15 @@ def _limits() -> LLParserLimits:
     )
 
 
-def _parts(d: dict[str, Any]) -> list[tuple[str, Any]]:
-    "The schemas that stand in schema `d`, with their places."
-    found = [(f"/{k}/{n}", s) for k in sorted(_NAMED & d.keys()) for n, s in d[k].items()] + [
-        (f"/{k}", d[k]) for k in sorted(_ONE & d.keys())
-    ]
-    return found + [(f"/{k}/{i}", s) for k in sorted(_LIST & d.keys()) for i, s in enumerate(d[k])]
-
-
 def _blamed(schema: dict[str, Any], said: Callable[[str], str]) -> str:
     """Where in `schema`, of which the library `said` a mistake, the smallest part stands of
     which it says one."""
-    defs, part, where, tries = (
-        {k: v for k, v in schema.items() if k in ("$defs", "x-guidance")},
-        schema,
-        "#",
-        300,
-    )
+    own = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "x-guidance")}
+    part, where, tries = schema, "#", 300
     while True:
-        refs = (
-            [(part["$ref"], defs["$defs"][part["$ref"].rpartition("/")[2]])]
-            if "$ref" in part
-            else []
-        )
-        for at, s in [*_parts(part), *refs]:
-            if isinstance(s, dict) and (tries := tries - 1) > 0 and said(json.dumps(defs | s)):
-                part, where = s, at if at[0] == "#" else where + at
+        for at, s in _parts(part, schema, where):
+            if (tries := tries - 1) > 0 and said(json.dumps(own | s)):
+                part, where = s, at
                 break
         else:
             return where
@@ -898,12 +530,18 @@ class Grammar:
     """Says which ids may follow those that a row has written, by the state of `matcher`; for
     `SamplingRow.grammar`. `words`: the texts of the ids.
 
-    `why`: why nothing may follow, where the grammar itself is at fault."""
+    `fault`: says why a text is no whole answer, '' if it is; None takes all that `matcher` takes.
+    `why`: why nothing may follow, where the grammar itself, or the answer, is at fault."""
 
-    why = ""
-
-    def __init__(self, words: LLTokenizer, matcher: LLMatcher, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        words: LLTokenizer,
+        matcher: LLMatcher,
+        eos_ids: Collection[int],
+        fault: Callable[[str], str] | None = None,
+    ) -> None:
         self.words, self.matcher, self.eos_ids, self.seen = words, matcher, eos_ids, []
+        self.fault, self.why = fault, ""
 
     def follow(self, output_ids: list[int]) -> bool:
         "Stand behind `output_ids`; whether they are all allowed and something may follow."
@@ -927,15 +565,28 @@ class Grammar:
         can't go on, this one still can."""
         return self.matcher.deep_copy().validate_tokens(ids) if self.follow(output_ids) else 0
 
+    def _fault_of(self, output_ids: list[int]) -> str:
+        text = self.words.decode_bytes(output_ids).decode("utf-8", "replace")
+        return self.fault(text) if self.fault else ""
+
     def mask_(self, x: torch.Tensor, output_ids: list[int]) -> torch.Tensor:
         """Set logits `x` `[1, V]` to -inf, in place, where an id can't follow `output_ids`; all
         where nothing can."""
+        self.why = ""
         bias = self.matcher.compute_logit_bias() if self.follow(output_ids) else None
         if self.matcher.is_error():
             self.why = f"structured_outputs: the grammar can not go on after {len(output_ids)} tokens: {_said(self.matcher)}"
         if bias is None or self.why:
             return x.fill_(-math.inf)
         allowed = torch.frombuffer(bytearray(bias), dtype=torch.uint8)[: x.shape[1]]
+        ends = [i for i in self.eos_ids if i < len(allowed) and allowed[i]]
+        if ends and (said := self._fault_of(output_ids)):
+            allowed[ends] = 0
+            self.why = (
+                ""
+                if allowed.any()
+                else f"structured_outputs: the answer is not valid {said}: no grammar holds all of its schema; ask again, or leave out what this names"
+            )
         if 1 < allowed.count_nonzero() <= FEW:
             own = own_cuts(self.words, self.matcher, allowed.nonzero()[:, 0].tolist())
             allowed = torch.zeros_like(allowed).index_fill_(0, torch.tensor(own), 1)
@@ -1002,7 +653,8 @@ class Grammars:
             matcher.compute_bitmask()  # a grammar too wide for its first token
         if matcher.is_error():
             raise _failure(s, matcher.get_error())
-        return lambda: Grammar(self.vocabulary, matcher.deep_copy(), self.eos_ids)
+        fault = Validity(_schema_of(s)) if kind in ("json", "json_object") else None
+        return lambda: Grammar(self.vocabulary, matcher.deep_copy(), self.eos_ids, fault)
 
     def of(self, params: SamplingParams) -> Grammar | LabelMask:
         "What holds a new row to `params.structured_outputs`. Raises `ParamError`."
