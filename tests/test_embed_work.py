@@ -207,7 +207,7 @@ def test_plain_texts_of_a_table(tmp_path, encoder, name):
         job().run(encoder)
     r = job().run(encoder)
     assert (r.total, r.failed) == (7, 2) and r.before
-    assert not (tmp_path / f"{name}.batchlab").exists()
+    assert (tmp_path / f"{name}.batchlab").exists()  # to try the two again
     found = read_table(out)
     got = [r["embedding"] for r in found]
     assert {r["temperature"] for r in found} == {"hot"} and got[5:] == [None, None]
@@ -416,8 +416,8 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
         assert embed(*file, tmp_path / "out.jsonl") == 0
     assert len(records(tmp_path / "out.jsonl")) == 5
     assert "5 of 5 requests done (5 of them before)" in capfd.readouterr().err
-    # other vectors than those there
-    assert embed(*file, tmp_path / "out.jsonl", "--dimensions", 3) == 2
+    assert embed(*file, tmp_path / "out.jsonl", "--dimensions", 3) == 0
+    assert "is finished: nothing is run" in capfd.readouterr().err
     assert embed("z" * 200) == 1
     for flags in (["--truncate"], ["--truncate", "-1"], ["--truncate", "auto"], ["--truncate=5"]):
         capfd.readouterr()

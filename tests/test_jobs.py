@@ -1,6 +1,6 @@
 "Jobs killed, starved, fed with rubbish and run twice: every line has one record, and every good line its answer."
 
-import csv, functools, gzip, json, os, random, re, shlex, signal, subprocess, sys, time
+import csv, functools, gzip, json, os, random, shlex, signal, subprocess, sys, time
 from collections import Counter
 from pathlib import Path
 
@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from batchlab.api import LLM
 from batchlab.errors import JobError, ParamError
 from batchlab.jobs.job import Job, Run
-from batchlab.jobs.journal import drop_side, journal_of, read_record, settings_file, write_settings
+from batchlab.jobs.journal import drop_side, journal_of, read_record, settings_file
 from batchlab.jobs.lines import parse_line
-from batchlab.jobs.runner import model_digest
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
 
@@ -455,31 +454,21 @@ def test_what_changed_is_refused(tmp_path, job):
     first([ask(i) for i in range(4)], limit=2).run(llm())
     kept, requests = out.read_bytes(), source.read_bytes()
     other = LLM(tiny_model("llama", seed=1, num_hidden_layers=1), tiny_tokenizer())
-    for beside in (False, True):  # by the stamps of a finished output, or by settings beside it
-        if beside:
-            settings_file(out).parent.mkdir()
-            settings = first(form="batch").settings() | dict(model=model_digest(llm()))
-            write_settings(settings_file(out), settings)
-        for change, model, word in (
-            (dict(sampling_params=dict(top_k=4)), llm(), "'top_k': 3" if beside else "parameters"),
-            (dict(sampling_params=None), llm(), "sampling param"),
-            (dict(error_file="e"), llm(), "error file"),
-            ({}, other, "model"),
-        ):
-            with pytest.raises(JobError, match=word):
-                first(**change).run(model)
-            assert out.read_bytes() == kept and settings_file(out).exists() == beside
-    drop_side(out)
+    for change, model, word in (
+        (dict(sampling_params=dict(top_k=4)), llm(), "'top_k': 3"),
+        (dict(sampling_params=None), llm(), "sampling param"),
+        (dict(error_file="e"), llm(), "error file"),
+        ({}, other, "model"),
+    ):
+        with pytest.raises(JobError, match=word):
+            first(**change).run(model)
+        assert out.read_bytes() == kept and settings_file(out).exists()
     source.write_bytes(requests.replace(b"tell me 1", b"tell me I"))
     with pytest.raises(JobError, match="line 2 of .* is not what it was"):
         first().run(llm())
     assert first([ask(i) for i in (0, 1, 2, 3, 9)]).run(llm()).answered == 5  # more is no change
     assert first([ask(i) for i in (0, 1, 2, 3, 9, 10)], force=True).run(other).answered == 6
     assert not settings_file(out).exists()
-    stamped = rb'("id": "batch_req_\d+_[0-9a-f]{8})_[0-9a-f]{12}'
-    out.write_bytes(re.sub(stamped, rb"\1", out.read_bytes()))
-    with pytest.raises(JobError, match="does not say how it was made"):
-        first().run(llm())
     out.unlink()  # taken away: a new beginning
     assert first(sampling_params=None).run(llm()).answered == 6
 
@@ -492,6 +481,29 @@ def test_a_foreign_file_is_left_alone(tmp_path, job, name, force):
         with pytest.raises(JobError, match="is no answer of a job"):
             job([ask(1)], error_file="err.jsonl", force=force).run(llm())
         assert (tmp_path / name).read_bytes() == data
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet", "out.jsonl.gz"])
+def test_a_finished_output_is_done(tmp_path, job, name):
+    "It is not gone on with, and answers of its lines are asked for once."
+    again, out = functools.partial(job, output=name, ordered=True), tmp_path / name
+    begun = again([ask(i) for i in range(3)], limit=2).run(llm())
+    assert (begun.answered, settings_file(out).exists()) == (2, True)
+    assert (again().run(llm()).before, settings_file(out).exists()) == (2, False)
+    kept = out.read_bytes()
+    for change in ({}, dict(sampling_params=dict(top_k=4)), dict(retry_errors=True)):
+        result = again(**change).run(None)
+        assert (result.answered, result.before, out.read_bytes()) == (3, 3, kept)
+    with pytest.raises(JobError, match="line 1 .* is not what it was when it was answered"):
+        again([ask(i) for i in (7, 1, 2)]).run(None)
+    grown = [ask(i) for i in range(5)]
+    for force in (False, True)[: 1 + (name != "out.jsonl")]:
+        with pytest.raises(JobError) as e:
+            again(grown, force=force).run(None)
+        assert e.value.fields["n"] == 2 and "give another output" in str(e.value)
+        assert ("force=True" in str(e.value), out.read_bytes()) == (name == "out.jsonl", kept)
+    if name == "out.jsonl":
+        assert again(grown, force=True).run(llm()).before == 3 and len(texts(out)) == 5
 
 
 def test_retry_and_errors_in_their_own_file(tmp_path, job):
@@ -879,10 +891,11 @@ def test_tables_keep_every_answer(tmp_path, kind, form, job):
     def run(lines):
         job(lines, output=f"whole.{kind}", keep_journal=True).run(llm())
         job(output=f"again.{kind}", limit=2).run(llm())
-        job(output=f"again.{kind}").run(llm())  # gone on with from a finished table: the same
+        job(output=f"again.{kind}").run(llm())  # gone on with: the same
         whole = table("whole")
         assert same(table("again"), whole, llm().backend)
-        assert not Path(journal_of(tmp_path / f"again.{kind}")).exists()
+        left = Path(journal_of(tmp_path / f"again.{kind}")).exists()
+        assert left == any(t["error"] for t in whole)  # to try again
         return whole
 
     front = ["line" if plain else "id", "custom_id"]

@@ -19,10 +19,10 @@ from ..errors import JobError, Option, check_names
 from .fields import JobOutput, check_fits, check_form, check_paths
 from .fields import columns_of, input_remarks
 from .formats import Raw, as_json, export_records
-from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, as_journal, stamp
-from .journal import check_stamps, stamp_of, write_settings
+from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, as_journal
 from .journal import drop_side, has_records, journal_of, settings_file, side_of
-from .journal import raw_records, recover, restore, sort_records, without_failures
+from .journal import write_settings
+from .journal import raw_records, recover, sort_records, without_failures
 from .lines import DEFAULTS, JobLine, digest_of, guess_form
 from .planning import JobPlan, plan_with_model, plan_without_model
 from .progress import JobResult, Progress
@@ -107,7 +107,7 @@ class Run:
     def settle(self, line: JobLine, record: dict[str, Any]) -> None:
         "Count `record`, and keep it."
         self.new_errors += tally(self.result, record)
-        self.keep(line, stamp(record, self.job.stamp) if self.job.stamp else record)
+        self.keep(line, record)
 
     def keep(self, line: JobLine, record: dict[str, Any]) -> None:
         "Put the `record` of `line` where it will be written."
@@ -311,21 +311,14 @@ def take_up(job: Job, stack: ExitStack) -> tuple[Ledgerbook, bool]:
     return found
 
 
-def prepare(job: Job, book: Ledgerbook, model: str) -> str:
-    """Make the files of `job` ready to grow: the stamp of its records. `model`: the digest of the
-    one that runs it. Raises `JobError` if other settings or another model began it."""
+def prepare(job: Job, book: Ledgerbook, model: str) -> None:
+    """Make the files of `job` ready to grow. `model`: the digest of the one that runs it. Raises
+    `JobError` if other settings or another model began it."""
     assert job.output is not None
-    side, settings = settings_file(job.output), job.settings() | dict(model=model)
-    now = stamp_of(settings)
-    if not (job.force or side.exists()):
-        check_stamps(book.stamps, now, job.output)
-    write_settings(side, settings, job.force)
-    if book.finished:
-        restore(job.output, job.names)
+    write_settings(settings_file(job.output), job.settings() | dict(model=model), job.force)
     if book.retry:
         for path in has_records(journal_of(job.output), job.error_file):
             without_failures(path, book.last, job.names)
-    return now
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #b2537c2c
 @contextmanager
@@ -341,7 +334,8 @@ def open_outbox(job: Job) -> Iterator[Outbox]:
 
 def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
     "Run the lines of `job` that have no answer in `book`, with `llm`. Raises `JobError`."
-    job.stamp = "" if job.output == "-" else prepare(job, book, model_digest(llm))
+    if job.output != "-":
+        prepare(job, book, model_digest(llm))
     progress = Progress(job.result, job.say, job.use_tqdm)
     with open_outbox(job) as outbox, frozen_heap(), closing(progress):
         try:
@@ -364,8 +358,11 @@ def finish(job: Job, unsorted: bool) -> None:
     for path in (job.output, job.error_file):  # there also where there was no request
         if path and path != "-" and journal_of(path) == str(path):
             open(path, "ab").close()
-    if journal == str(job.output) or not some and Path(job.output).exists():
+    there, written = Path(job.output).exists(), os.path.getmtime
+    if journal == str(job.output) or there and not some:
         return
+    if there and written(job.output) > written(journal):
+        return  # made of it already, and perhaps edited since
     if table and some:
         sort_records(journal, job.names)
     source = job.table() if table and job.from_table else None
@@ -374,7 +371,7 @@ def finish(job: Job, unsorted: bool) -> None:
 
 
 def leave(job: Job, done: bool) -> None:
-    """Delete the folder beside the output if `job` is `done`, or has no record yet."""
+    "Delete the folder beside the output if `job` is `done`, or has no record yet."
     if job.output is None or job.output == "-":
         return
     some = has_records(job.output, journal_of(job.output), job.error_file)
@@ -382,6 +379,20 @@ def leave(job: Job, done: bool) -> None:
         drop_side(job.output)
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #b1356cba
+def check_open(job: Job, book: Ledgerbook) -> None:
+    "Raise `JobError` if the output of `job` is finished, so that no answers can be added."
+    grows = journal_of(job.output or "") == str(job.output)
+    if book.finished and not (grows and job.force):
+        raise JobError(
+            "{output} is finished, and {n:,} requests of {input} have no answer in it",
+            advice="give another output" + ", or {force}, which adds them" * grows,
+            output=job.output,
+            n=job.result.total - job.result.done,
+            input=job.input,
+            force=Option("force", True),
+        )
+
+
 def complete(job: Job, llm: LLM | Callable[[], LLM]) -> JobResult:
     "Answer the lines of `job` that have no answer yet. See `Job.run`."
     job.check()
@@ -393,11 +404,14 @@ def complete(job: Job, llm: LLM | Callable[[], LLM]) -> JobResult:
         done = False
         try:
             if job.result.done < job.result.total:
+                check_open(job, book)
                 run_lines(job, llm() if callable(llm) else llm, book)
+            elif book.finished:
+                job.warn(f"{job.output} is finished: nothing is run, and no setting is compared")
             if trouble:
                 raise trouble
             finish(job, unsorted)
-            done = job.result.done == job.result.total
+            done = job.limit is None and job.result.answered == job.result.total
         finally:
             leave(job, done)
     return job.result
@@ -418,7 +432,6 @@ class Job(JobOutput):
     any_model: bool | None = False
     say: Callable[[str], object] = log.info
     use_tqdm: bool | None = None
-    stamp: str = field(default="", init=False, repr=False)  # of the records, while it runs
     result: JobResult = field(init=False, repr=False, compare=False)  # from the run on
 
     def warn(self, text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = []
 
 # %% ../../nbs/6_jobs/journal.ipynb #jb000013
-import errno, hashlib, io, itertools, json, math, os, re, sqlite3, sys, time
+import errno, hashlib, io, json, math, os, re, sqlite3, sys, time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -22,16 +22,7 @@ from .. import __version__
 from ..errors import JobError, Option
 from .formats import as_json, new_of, read_lines, records_of, whole_file
 from .lines import JobLine
-from batchlab.jobs.tables import (
-    ANSWER,
-    OPENERS,
-    TABLES,
-    UNNAMED,
-    AnswerNames,
-    TableFile,
-    file_kind,
-    record_of_rows,
-)
+from .tables import OPENERS, TABLES, UNNAMED, AnswerNames, TableFile, file_kind
 
 # %% ../../nbs/6_jobs/journal.ipynb #ae760b69
 def no_file(path: str | Path) -> JobError:
@@ -155,19 +146,14 @@ def from_journal(raw: bytes) -> Any:
     return found
 
 # %% ../../nbs/6_jobs/journal.ipynb #e5d10b9f
-KEY = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})(?:_([0-9a-f]{12}))?")
+KEY = re.compile(r"batch_req_(\d+)_([0-9a-f]{8})")
 Found = tuple[int, str, dict[str, Any]]  # line number, digest, record
-
-
-def key_of(d: Any) -> re.Match[str] | None:
-    "The number, the digest and perhaps the stamp in the id of record `d`, or None."
-    if isinstance(d, dict) and "error" in d:
-        return KEY.fullmatch(str(d.get("request_id", d.get("id"))))
 
 
 def found_of(d: Any) -> Found | None:
     "`(line number, digest, record)` of record `d`, or None if it is none."
-    key = key_of(d)
+    own = isinstance(d, dict) and "error" in d
+    key = own and KEY.fullmatch(str(d.get("request_id", d.get("id"))))
     return (int(key[1]), key[2], d) if key else None
 
 
@@ -195,8 +181,6 @@ def recover_answers(
     with path.open("rb") as f:
         for number, raw in read_lines(f):
             found = read_record(raw, names)
-            key = found and key_of(found[2])
-            ours = ours or bool(key and key[3])  # it says itself how it was made
             if bad or not (ours or found):
                 raise JobError(
                     f"{path}, line {bad or number} is no answer of a job",
@@ -223,14 +207,13 @@ LEDGER = """pragma journal_mode=off; pragma synchronous=off;
 class Ledgerbook:
     """The lines that have an answer, and the ids that lines have used.
 
-    `stamps`: of the records, None for one without. `failed`: how many failed. `finished`: the file
-    of the records if it is no journal. `retry`: take out failures up to line `last`."""
+    `failed`: how many failed. `finished`: they are done, and how they were made is not known any
+    more. `retry`: take out failures up to line `last`."""
 
     def __init__(self) -> None:
         self.db, self.size, self.failed = sqlite3.connect("", isolation_level=None), 0, 0
-        self.stamps: set[str | None] = set()
-        self.finished: Path | None = None
-        self.retry, self.last = False, sys.maxsize
+        self.finished = self.retry = False
+        self.last = sys.maxsize
         self.db.executescript(LEDGER)
 
     def note(self, number: int, digest: str, record: dict[str, Any]) -> None:
@@ -240,8 +223,6 @@ class Ledgerbook:
         code = record["error"] and record["error"].get("code")
         if record.get("custom_id") is not None and code != "duplicate_custom_id":
             self.claim(record["custom_id"], number)
-        if key := key_of(record):
-            self.stamps.add(key[3])
         self.size += 1
         self.failed += failed
 
@@ -279,47 +260,6 @@ class Ledgerbook:
             f"custom_id {custom_id!r:.60} is that of {line.unit} {first} already",
         )
         return line
-
-# %% ../../nbs/6_jobs/journal.ipynb #88c8f899
-PARTS = (
-    "sampling parameters",
-    "model",
-    "columns, template, system message, form or error file",
-)  # that four digits of a stamp each stand for
-
-
-def stamp_of(settings: dict[str, Any]) -> str:
-    """12 hex digits that change with the `settings` of a job, four for each of `PARTS`; without
-    a model four dots there."""
-    apart = "sampling_params", "model", "ordered"
-    own = {k: v for k, v in settings.items() if k not in apart and v not in (None, False)}
-    digits = ""
-    for part in (settings.get("sampling_params") or {}, settings.get("model"), own):
-        text = json.dumps(part, sort_keys=True, default=str)
-        four = hashlib.blake2b(text.encode(), digest_size=2).hexdigest()
-        digits += "...." if part is None else four
-    return digits
-
-
-def stamp(record: dict[str, Any], stamp: str) -> dict[str, Any]:
-    "`record`, with `stamp` in its id if that has none yet."
-    name = "request_id" if "request_id" in record else "id"
-    return record if record[name].count("_") > 3 else record | {name: f"{record[name]}_{stamp}"}
-
-
-def check_stamps(stamps: set[str | None], now: str, where: str | Path) -> None:
-    "Raise `JobError` unless one of `stamps`, if there are any, is `now`. A dot fits everything."
-    known = [s for s in stamps if s]
-    if not known or any(re.fullmatch(now, s) for s in known):
-        return
-    fours = ((now[i : i + 4], known[0][i : i + 4]) for i in (0, 4, 8))
-    raise JobError(
-        "{where} was made with other {what} than this",
-        advice="give another output, or {force}, which mixes the two",
-        where=where,
-        what=next(part for part, pair in zip(PARTS, fours) if not re.fullmatch(*pair)),
-        force=Option("force", True),
-    )
 
 # %% ../../nbs/6_jobs/journal.ipynb #88c8f899-1
 def check_same(path: str | Path, now: dict[str, Any], force: bool = False) -> None:
@@ -447,48 +387,23 @@ def sort_records(path: str | Path, names: AnswerNames = UNNAMED) -> None:
         raise JobError(f"can't put {path} in order ({e}): make room, and run again", 1) from e
 
 # %% ../../nbs/6_jobs/journal.ipynb #be8c69b5
-def taken(output: str | Path) -> JobError:
-    text, advice = "{output} is there already", "give another output, or {force}"
-    return JobError(text, advice=advice, output=output, force=Option("force", True))
-
-
-def table_records(output: str | Path, called: AnswerNames) -> Iterator[dict[str, Any]]:
-    "Yield the records that the table `output` was made of, whose own columns are `called` so."
-    table = TableFile(output)
-    own = {n: called.ours(n) for n in table.names if n not in called.columns}
-    if not {*ANSWER} <= {*own.values()}:
-        raise taken(output)
-    key = "request_id" if "request_id" in own.values() else "id"
-    alone = key == "id" or "line" in own.values()  # no table has the cells
-    found = table.rows(None if alone else own)
-    rows = (
-        {k: v for k, v in cells.items() if not why and (alone or k in own)}
-        for _, cells, why in found
-    )
-    of_record = lambda row: next((v for k, v in row.items() if own.get(k) == key), None)
-    for name, some in itertools.groupby(rows, of_record):
-        if not KEY.fullmatch(str(name)):
-            raise taken(output)
-        yield record_of_rows([*some], own, text=not table.schema)
-
-# %% ../../nbs/6_jobs/journal.ipynb #8f052931
-def finished_records(output: str | Path, called: AnswerNames = UNNAMED) -> Iterator[Found]:
-    """Yield what `output` was made of, a table or a packed file, as `read_record` does. Raises
-    `JobError` if a job did not make it."""
-    packed = lambda: map(called.read, records_of(output))
+def finished_lines(output: str | Path, names: AnswerNames = UNNAMED) -> Iterator[Found]:
+    """Yield `(line number, digest, whether it failed)` of each answer in `output`, a table or a
+    packed file, as `read_record` does. Raises `JobError` if a job did not make it."""
+    table = file_kind(output) in TABLES
     try:
-        for d in table_records(output, called) if file_kind(output) in TABLES else packed():
+        rows = (cells for _, cells, _ in TableFile(output).rows()) if table else records_of(output)
+        for d in map(names.read, rows):
             if not (found := found_of(d)):
-                raise taken(output)
-            yield found
+                raise ValueError(f"{output} has a row that is no answer")
+            yield *found[:2], dict(error={} if d["error"] else None)
     except (OSError, EOFError, ValueError) as e:
-        raise taken(output) from e
-
-
-def restore(output: str | Path, names: AnswerNames = UNNAMED) -> None:
-    "Make a journal of the finished `output`, to resume from it. Raises `JobError`."
-    records = finished_records(output, names)
-    replace_file(journal_of(output), (as_journal(names.written(d)) for *_, d in records))
+        raise JobError(
+            "{output} is there already, and no job made it",
+            advice="give another output, or {force}",
+            output=output,
+            force=Option("force", True),
+        ) from e
 
 # %% ../../nbs/6_jobs/journal.ipynb #be8c69b5-1
 def recover(
@@ -510,9 +425,9 @@ def recover(
     there = has_records(journal, error_file)
     if journal != str(output) and Path(output).exists() and not Path(journal).exists():
         try:
-            for found in finished_records(output, names):
+            for found in finished_lines(output, names):
                 book.note(*found)
-            book.finished = Path(output)
+            book.finished = True
         except JobError:
             if not force:
                 raise
@@ -527,16 +442,7 @@ def recover(
             book.note(*found)
             unsorted |= found[0] < last
             last = found[0]
-    if not force:
-        if None in book.stamps and not ours:
-            raise JobError(
-                "{output} is there already, and does not say how it was made",
-                advice="give another output, or {force}",
-                output=[*there, output][0],
-                force=Option("force", True),
-            )
-        if not ours:
-            check_stamps(book.stamps, stamp_of(settings), [*there, output][0])
+    book.finished |= bool(there) and not ours
     if not retry or not book.failed:
         return book, unsorted
     book.forget_failures()

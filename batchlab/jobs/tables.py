@@ -29,9 +29,9 @@ __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_
            'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing',
            'MissingCell', 'formatted', 'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk',
            'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json', 'without_gaps', 'setting_of',
-           'ColumnNames', 'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'record_of_rows',
-           'kind_of', 'kind_of_text', 'type_of', 'cast', 'readable', 'AnswerRows', 'AnswerTable', 'cell_text',
-           'write_csv', 'arrow_schema', 'write_parquet']
+           'ColumnNames', 'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'kind_of',
+           'kind_of_text', 'type_of', 'cast', 'readable', 'AnswerRows', 'AnswerTable', 'cell_text', 'write_csv',
+           'arrow_schema', 'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
 class Chunks(io.RawIOBase):
@@ -842,9 +842,6 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
         entries, usage = [_choice_of_response(body)], {}
     ids = {k: d.get(k) for k in IDS if k in d or k in ("id", "custom_id")}
     for e in entries:
-        if "row" in e and e is not d:  # of a finished table
-            yield ids | dict(index=None) | e["row"]
-            continue
         counts = dict(usage) if len(entries) == 1 else dict(usage, completion_tokens=None)
         found = counts | e | dict(error=(d["error"] or {}).get("message"))
         found["index"] = e["index"] if len(entries) > 1 else None
@@ -864,22 +861,6 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def flat(d: dict[str, Any]) -> dict[str, Any]:
     "The first answer of record `d` as a row of a table without log probabilities."
     return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
-
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e029
-def record_of_rows(
-    rows: Sequence[dict[str, Any]], own: dict[str, str], text: bool = False
-) -> dict[str, Any]:
-    """The record whose answers are `rows` of a table: a dict that `table_rows` reads. `own`: what
-    the answers' columns are in memory; all others are cells of its line. `text`: so are the rows."""
-    answers = [
-        {own[k]: None if text and v == "" else v for k, v in row.items() if k in own}
-        for row in rows
-    ]
-    ids = {k: v for k in ("request_id", *IDS) if not is_missing(v := answers[0].get(k))}
-    why = answers[0]["error"]
-    error = None if is_missing(why) else dict(code="invalid_request", message=why)
-    cells = {k: v for k, v in rows[0].items() if k not in own}
-    return ids | dict(cells=cells, outputs=[dict(row=row) for row in answers], error=error)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e033
 def kind_of(v: Any) -> str:
