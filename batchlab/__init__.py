@@ -11,9 +11,8 @@ _HOMES = {
     "api.aio": ("AsyncLLM",),
     "core.params": ("SamplingParams", "StructuredOutputsParams"),
     "tasks.lora": ("LoRARequest",),
+    "llm.pooling_params": ("PoolingParams", "PoolerConfig"),
     "llm.pooled": (
-        "PoolingParams",
-        "PoolerConfig",
         "PoolingRequestOutput",
         "EmbeddingRequestOutput",
         "ClassificationRequestOutput",
@@ -24,7 +23,7 @@ _HOMES = {
     "llm.outputs": ("RequestOutput", "CompletionOutput", "Outputs", "StreamEvent"),
     "view.tracefile": ("Trace",),
     "view.pictures": ("timeline",),
-    "jobs.run": ("run",),
+    "api.run": ("run",),
 }
 _lazy = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "timeline",
     "run",
 ]
-_CALLS = ("view.trace",)  # registers `trace`, which the API takes from above
 _lazy |= {  # not by *: widgets want a package of their own, and errors are caught by their base
     "LiveView": "view.widgets",
 } | dict.fromkeys(("JobError", "ModelError", "ParamError", "PromptError"), "errors")
@@ -64,7 +62,7 @@ if TYPE_CHECKING:
         ParamError as ParamError,
         PromptError as PromptError,
     )
-    from .jobs.run import run
+    from .api.run import run
     from .llm.outputs import CompletionOutput, Outputs, RequestOutput, StreamEvent
     from .models import load_model
     from .api.aio import AsyncLLM
@@ -72,11 +70,10 @@ if TYPE_CHECKING:
     from .llm.pooled import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
-        PoolerConfig,
-        PoolingParams,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from .llm.pooling_params import PoolerConfig, PoolingParams
     from .view.pictures import timeline
     from .view.tracefile import Trace
     from .view.widgets import LiveView as LiveView
@@ -90,8 +87,6 @@ def __getattr__(name: str):
     from importlib import import_module
 
     home = _lazy[name]
-    for above in _CALLS if home in ("api", "api.aio") else ():
-        import_module(f"batchlab.{above}")
     value = globals()[name] = getattr(import_module(f"batchlab.{home}"), name)
     return value
 

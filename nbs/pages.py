@@ -89,8 +89,12 @@ def check_command(line: str) -> str:
     from batchlab.cli.flags import bench_parser
 
     args = shlex.split(line)[1:]
-    with contextlib.redirect_stderr(io.StringIO()):
-        bench_parser().parse_args(args[1:]) if args[0] == "bench" else cli.parse_args(args)
+    parse = bench_parser().parse_args if args[0] == "bench" else cli.parse_args
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            parse(args[1:] if args[0] == "bench" else args)
+        except SystemExit as e:
+            assert not e.code, line  # --help says what there is, and ends
     return f"batchlab {args[0]}"
 
 

@@ -51,8 +51,8 @@ async def idle(llm):
 
 def nothing_left(llm):
     s = llm.stats()
-    held = s.running, s.waiting, s.slots_in_use, llm.answers, llm.llm.groups
-    return not any(held) and llm.llm.thread is not None
+    held = s.running, s.waiting, s.slots_in_use, llm.answers, llm.llm.loop.groups
+    return not any(held) and llm.llm.loop.thread is not None
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -117,14 +117,14 @@ def test_the_loop_ends_in_the_middle(llm):
 
 def test_cancelled_while_its_prompt_is_tokenised(llm):
     "The engine never hears of the request."
-    begun, go, real = threading.Event(), threading.Event(), llm.llm._groups
+    begun, go, real = threading.Event(), threading.Event(), llm.llm.admit
 
     def slow(*args):
         begun.set()
         go.wait(60)
         return real(*args)
 
-    llm.llm._groups = slow
+    llm.llm.admit = slow
 
     async def cancelled():
         task = asyncio.create_task(last(llm.generate([7], LONG)))
@@ -137,7 +137,7 @@ def test_cancelled_while_its_prompt_is_tokenised(llm):
         go.set()
         llm.queuer.submit(int).result(60)
         await idle(llm)
-        assert not llm.answers and not llm.llm.groups and llm.llm.thread is None
+        assert not llm.answers and not llm.llm.loop.groups and llm.llm.loop.thread is None
 
     run(cancelled())
     assert llm.stats().requests == {}
@@ -234,11 +234,11 @@ def test_weights_are_read_anew():
         async with own:
             before = await last(own.generate(prompt, greedy(6)))
             task = asyncio.create_task(last(own.generate([7], LONG)))
-            await until(lambda: own.llm.groups)
+            await until(lambda: own.llm.loop.groups)
             with pytest.raises(EngineError, match="under way"):
                 await own.reload_weights()
             task.cancel()
-            await until(lambda: not own.llm.groups)
+            await until(lambda: not own.llm.loop.groups)
             model.get_input_embeddings().weight.data.mul_(-1)
             await own.reload_weights()
             return before, await last(own.generate(prompt, greedy(6)))
@@ -263,21 +263,21 @@ def test_an_llm_of_ones_own_is_taken_as_it_is():
 @pytest.mark.parametrize("max_pending", [1, 8])
 def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
     llm = few(max_pending)
-    real = llm.llm._groups
+    real = llm.llm.admit
 
     def slow(*args):
         time.sleep(0.03)
         return real(*args)
 
-    llm.llm._groups = slow
+    llm.llm.admit = slow
 
     async def shut():
         async with llm:
             tasks = [asyncio.create_task(last(llm.generate([7 + i], LONG))) for i in range(5)]
-            await until(lambda: llm.llm.groups)
+            await until(lambda: llm.llm.loop.groups)
         outs = await asyncio.gather(*tasks)
         assert {o.outputs[0].finish_reason for o in outs} == {"cancelled"}
-        assert llm.llm.thread is None and not llm.llm.groups and not llm.answers
+        assert llm.llm.loop.thread is None and not llm.llm.loop.groups and not llm.answers
         again = await last(llm.generate([7], greedy(2)))
         assert again.outputs[0].finish_reason == "length"
 

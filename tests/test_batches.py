@@ -381,12 +381,12 @@ def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch)
     async def drain(*_):
         for _ in range(6000):
             if runner.thread is None:
-                return seen.append([k for k in own.groups if k.startswith("batch_req")])
+                return seen.append([k for k in own.loop.groups if k.startswith("batch_req")])
             await asyncio.sleep(0.01)
 
     monkeypatch.setattr(uvicorn.Server, "shutdown", drain)
     asyncio.run(server.shutdown())
-    assert seen == [[]] and own.thread is not None  # no line is left, and the engine goes on
+    assert seen == [[]] and own.loop.thread is not None  # no line is left, and the engine goes on
     assert now()["status"] == "in_progress"
     own.stop(drain=False)
     store.close()
@@ -399,7 +399,7 @@ def test_cancel_while_it_runs(server):
     counts = done["request_counts"]
     assert done["status"] == "cancelled" and 5 <= counts["completed"] < 300 == counts["total"]
     assert len(texts) == counts["completed"] and are_right(texts, lines)
-    assert not [k for k in llm().groups if k.startswith("batch_req")]  # none is in the engine
+    assert not [k for k in llm().loop.groups if k.startswith("batch_req")]  # none is in the engine
     assert server.client.batches.cancel(id).status == "cancelled"
 
 

@@ -341,7 +341,7 @@ def test_conversations_and_ends(smol):
     for c, told in o.token_logprobs.items():
         ids = head + tok(c, add_special_tokens=False)["input_ids"]
         assert head + o.token_ids[c] == ids and len(told) == len(o.token_ids[c]) + 1
-        ends = alone(smol.model, ids)[-1, sorted(smol.eos_ids)]
+        ends = alone(smol.model, ids)[-1, sorted(smol.loaded.eos_ids)]
         assert told[-1] == near(ends.logsumexp(0).item(), 1e-3)
 
 
@@ -420,7 +420,7 @@ def test_requests_of_one_step_each_stay_in_memory():
             pool = llm.engines["packed"].scheduler.pool
             check_pool(pool)
             most = max(most, len(pool) * size)
-    assert most <= llm.budget.limit < 8 * size and pool.evictions
+    assert most <= llm.engines.budget.limit < 8 * size and pool.evictions
     llm.reset_prefix_cache()
     assert not pool.recent
 

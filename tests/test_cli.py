@@ -104,7 +104,11 @@ def test_a_field_is_a_flag():
     job = {"JobInput": "jobs/fields.py", "JobOutput": "jobs/fields.py", "Job": "jobs/job.py"}
     for classes, command, less in (
         ({"SamplingParams": "core/params.py"}, "generate", "prompt_logprobs detokenize stop_until"),
-        ({"LLMBase": "api/base.py"}, "serve", "tokenizer trace logprobs_mode pooler_config"),
+        (
+            {"LLMSettings": "llm/settings.py"},
+            "serve",
+            "tokenizer trace logprobs_mode pooler_config",
+        ),
         (job, "run", "sampling_params model_name say spell"),
     ):
         every = [f for part, path in classes.items() for f in fields_of(path, part)]

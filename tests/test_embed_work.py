@@ -19,7 +19,7 @@ from batchlab.errors import JobError, ModelError, UnsupportedModelError
 from batchlab.api import LLM
 from batchlab.models.load import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.llm.pooled import POOLING_TASKS, PoolingParams
+from batchlab.llm.pooling_params import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
 from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
@@ -27,7 +27,7 @@ from batchlab.jobs.journal import as_journal, from_journal, journal_of
 from batchlab.jobs.pooling import PoolingRequest
 from batchlab.jobs.schema import POOLING_URLS
 from batchlab.tasks.admit import ASKED_BY
-from batchlab.jobs.ray import BatchLLM
+from batchlab.api.ray import BatchLLM
 from helpers import generated, greedy, ids, running, texts, until
 from test_encoders import encoder as encoder_of
 
@@ -113,18 +113,18 @@ def records(path):
 @contextmanager
 def interrupted(llm, steps):
     "Ctrl-C at that step."
-    step, count = llm.step, itertools.count()
+    step, count = llm.loop.step, itertools.count()
 
     def once():
         if next(count) == steps:
             raise KeyboardInterrupt
         return step()
 
-    llm.step = once
+    llm.loop.step = once
     try:
         yield
     finally:
-        del llm.step
+        del llm.loop.step
 
 
 def test_a_part_of_a_model_says_of_which(folder):
@@ -549,7 +549,7 @@ def test_a_client_that_leaves_ends_all_its_texts(encoder):
         c = http.client.HTTPConnection(*s.url.removeprefix("http://").split(":"))
         body, kind = json.dumps(dict(input=TEXTS * 4)), {"Content-Type": "application/json"}
         c.request("POST", "/v1/embeddings", body, kind)
-        until(lambda: encoder.groups and s.api.pending == 2)  # 20 texts take two places
+        until(lambda: encoder.loop.groups and s.api.pending == 2)  # 20 texts take two places
         r = s.web.post("/v1/embeddings", json=dict(input="a"))
         assert r.status_code == 429 and r.headers["retry-after"]
         assert s.web.post("/v1/embeddings", json=dict(input=["a"] * 33)).status_code == 400

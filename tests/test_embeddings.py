@@ -13,16 +13,11 @@ from transformers import (
 from batchlab.errors import ModelError, ParamError, PromptError, UnsupportedModelError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.llm.pooled import (
-    EmbeddingRequestOutput,
-    PoolerConfig,
-    PoolingOutput,
-    PoolingParams,
-    PoolingRequestOutput,
-)
+from batchlab.llm.pooled import EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
+from batchlab.llm.pooling_params import PoolerConfig, PoolingParams
 from batchlab.llm.rectangle import SoloRunner
 from batchlab.models.tiny import tiny_adapter
-from batchlab.tasks.pooling import pool_prompts
+from batchlab.tasks.pooling import PoolOptions, pool_prompts
 from helpers import ids, same
 from test_encoders import encoder
 
@@ -81,12 +76,12 @@ def test_vectors_are_those_of_the_model_alone(name, compile):
     for prompt, out in zip(prompts, outs):
         want = F.normalize(how(alone(model, prompt)), dim=-1)
         assert F.cosine_similarity(vector(out), want, dim=0) > 0.99999, (name, len(prompt))
-    assert type(outs[0]) is EmbeddingRequestOutput and not llm.can_generate
+    assert type(outs[0]) is EmbeddingRequestOutput and not llm.loaded.can_generate
     assert not any(o.error for o in outs)
     if name == "mpnet":  # it attends by code of its own
-        assert llm.shapes is None and isinstance(llm.engines["solo"].runner, SoloRunner)
+        assert llm.loaded.shapes is None and isinstance(llm.engines["solo"].runner, SoloRunner)
     else:
-        assert llm.shapes
+        assert llm.loaded.shapes
 
 
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n != "mpnet"])
@@ -126,7 +121,7 @@ def test_a_cross_encoder_gets_the_types_of_a_pair():
     llm, prompt, types = LLM(model, max_num_seqs=3), [5, 9, 2, 31, 7, 8], [0, 0, 0, 1, 1, 1]
     pair = {"prompt_token_ids": prompt, "token_type_ids": types}
     asked = [pair, {"prompt_token_ids": prompt}, [7, 8]]
-    got = [o.outputs.score for o in pool_prompts(llm, "score", asked, None, None, None, None)]
+    got = [o.outputs.score for o in pool_prompts(llm, "score", asked, None, PoolOptions())]
     each = (prompt, types), (prompt, [0] * 6), ([7, 8], [0, 0])
     want = [logits(model, p, token_type_ids=torch.tensor([t])).sigmoid().item() for p, t in each]
     assert got == pytest.approx(want, abs=1e-5) and abs(got[0] - got[1]) > 1e-4
@@ -403,7 +398,7 @@ def test_texts_and_answers_share_one_engine_its_steps_and_its_blocks():
     llm.cancel(llm.add_request([9] * 50, PoolingParams("embed"), gone))
     drain(llm)
     assert "cancelled" in events["gone"].error and events["gone"].outputs.embedding == []
-    assert type(events["pool", 0]) is PoolingRequestOutput and not llm.groups
+    assert type(events["pool", 0]) is PoolingRequestOutput and not llm.loop.groups
     assert {*llm.engines} == {"packed"} and 2 in both
     assert ids(events["write", i] for i in range(6)) == ids(each)
     for i, p in enumerate(prompts):

@@ -8,7 +8,7 @@ import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.fast.trial import kv_layout
-from batchlab.api.plan import simulate
+from batchlab.tasks.plan import simulate
 from batchlab.basics.padding import PaddedEngine
 from batchlab.basics.prefill import Session
 from batchlab.core.attention import TorchBackend
@@ -17,12 +17,7 @@ from batchlab.core.generation import make_request
 from batchlab.core.runners import PackedRunner
 from batchlab.core.sampling import SamplingRow
 from batchlab.llm.config import (
-    STRATEGIES,
     Limits,
-    check_compile,
-    check_count,
-    check_quantization,
-    check_strategy,
     choose_limits,
     context_limit,
     free_memory,
@@ -32,6 +27,13 @@ from batchlab.llm.config import (
     rope_switch,
     select_runner,
     weights_digest,
+)
+from batchlab.llm.settings import (
+    STRATEGIES,
+    check_compile,
+    check_count,
+    check_quantization,
+    check_strategy,
 )
 from batchlab.fast.fused import fuse
 from batchlab.fast.int8 import Int8Linear
@@ -124,7 +126,7 @@ def pool(arch, path="auto"):
 def prompt_logprobs(arch, path, prompt):
     "The log probabilities of `prompt` but its first token, alone in an `LLM` of its own."
     model, llm, *_ = pool(arch, path)
-    how = PATHS["int8" if llm.quantization else path if path != "int8" else "auto"]
+    how = PATHS["int8" if llm.settings.quantization else path if path != "int8" else "auto"]
     llm = LLM(model, max_num_seqs=1, enable_prefix_caching=False, **how)
     return llm.logprobs([list(prompt)])[0].logprobs
 
@@ -182,8 +184,8 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
     # a small KV cache limits the context, and says so
     logging.getLogger("batchlab").setLevel(logging.ERROR)
     size = dict(max_num_seqs=case["seqs"], max_num_batched_tokens=case["budget"])
-    llm.limits = choose_limits(model, llm.shapes, kv_cache_bytes=kv, **size)
-    llm.enable_prefix_caching = case["caching"]
+    llm.loaded.limits = choose_limits(model, llm.loaded.shapes, kv_cache_bytes=kv, **size)
+    llm.loaded.settings = dataclasses.replace(llm.settings, enable_prefix_caching=case["caching"])
     llm.engines.configure()
     ends, want = {}, {}
 
@@ -241,7 +243,7 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
         else:
             assert got == want[rid] and why in ("stop", "length")
     scheduler = llm.engines["packed"].scheduler
-    assert not scheduler.pool.num_held and not scheduler.has_unfinished and not llm.groups
+    assert not scheduler.pool.num_held and not scheduler.has_unfinished and not llm.loop.groups
     check_pool(scheduler.pool)
     seen.update(
         preempted=scheduler.num_preemptions > 0,
@@ -250,7 +252,7 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
         cancelled=bool(case["cancels"]),
         crowded=len(case["requests"]) > case["seqs"],
     )
-    ways.add((llm.backend.name, llm.quantization))
+    ways.add((llm.backend.name, llm.settings.quantization))
 
 
 def test_the_cases_preempt_reuse_and_cancel():
@@ -298,7 +300,7 @@ def test_ten_thousand_requests_end_once_each(caplog):
         llm.add_request(prompt, params, listen, rid, priority=rng.randint(-1, 1), timeout=timeout)
         if rng.random() < 0.1:
             llm.cancel(f"r{rng.randint(max(0, i - 50), i)}")
-        while len(llm.groups) > 500:
+        while len(llm.loop.groups) > 500:
             time.sleep(0.001)
         if i % 2500 == 2499:
             gc.collect()
@@ -307,9 +309,9 @@ def test_ten_thousand_requests_end_once_each(caplog):
     assert len(ends) == 10_000 and set(ends.values()) == {1}
     assert {"cancelled", "timeout", "error", "length"} <= reasons.keys()
     scheduler = llm.engines["packed"].scheduler
-    queues = scheduler.waiting, scheduler.running, llm.groups, llm.inbox, text
-    assert not any(queues) and not scheduler.pool.num_held and len(llm.deadlines) < 200
-    assert threading.active_count() == threads and llm.thread is None
+    queues = scheduler.waiting, scheduler.running, llm.loop.groups, llm.loop.inbox, text
+    assert not any(queues) and not scheduler.pool.num_held and len(llm.loop.deadlines) < 200
+    assert threading.active_count() == threads and llm.loop.thread is None
     left = alive() - there
     assert sum(left.values()) < 200, left
     # Bytes, between 5,000 requests and 10,000. Before that, caches fill: oneDNN keeps a kernel for each number of rows.
@@ -356,7 +358,7 @@ def test_generate_from_threads_beside_the_background():
     assert in_threads(job, job, job) == [[want] * 4] * 3
     with llm:
         assert in_threads(job, job) == [[want] * 4] * 2
-    assert llm.thread is None and llm.stats().slots_in_use == 0
+    assert llm.loop.thread is None and llm.stats().slots_in_use == 0
 
 
 def test_two_engines_on_one_model():
@@ -375,7 +377,7 @@ def test_stop_while_running(drain):
         llm.add_request(p, dict(GREEDY, max_tokens=100), noting(ends))
     until(lambda: llm.stats().steps)
     llm.stop(drain)
-    assert llm.thread is None and len(ends) == len(PROMPTS) and not llm.has_unfinished
+    assert llm.loop.thread is None and len(ends) == len(PROMPTS) and not llm.has_unfinished
     reasons = {o.outputs[0].finish_reason for o in ends.values()}
     assert reasons == {"length"} if drain else "cancelled" in reasons
     right(llm)  # it goes on working
@@ -550,7 +552,7 @@ def test_pause_holds_the_thread_and_nothing_is_lost():
         llm.pause()
         outs = llm.generate(["other"], greedy(30))  # steps by itself, and is not held
         llm.cancel("2")
-    assert len(ids(outs)[0]) == 30 and not llm.paused
+    assert len(ids(outs)[0]) == 30 and not llm.loop.paused
     assert how("0") == how("1") == ("length", 30)  # leaving goes on
     assert how("2")[0] in ("cancelled", "length")
     with llm:
@@ -598,8 +600,8 @@ def test_an_asyncio_caller_beside_the_thread_and_new_weights_between_calls():
 
     with llm:
         assert len(asyncio.run(main())) > 3
-    assert llm.thread is None and not llm.has_unfinished
-    assert llm.stats().kv_bytes == 0 and not sum(llm.budget.claims.values())
+    assert llm.loop.thread is None and not llm.has_unfinished
+    assert llm.stats().kv_bytes == 0 and not sum(llm.engines.budget.claims.values())
     assert sum(llm.stats().requests.values()) == 6 * (20 + 10)
 
 
@@ -632,7 +634,7 @@ def test_a_model_that_can_not_be_run_any_more_ends_requests_and_not_the_thread(c
         with torch.no_grad():
             llm.model.lm_head.weight.mul_(1)
         with monkeypatch.context() as m:
-            m.setattr("batchlab.llm.loop.probe_model", refuse)
+            m.setattr("batchlab.llm.loaded.probe_model", refuse)
             llm.add_request([5], GREEDY, noting(ends), request_id="bad")
             assert "no room for other weights" in llm.generate([6], GREEDY)[0].error
         right(llm)
@@ -644,7 +646,7 @@ def test_stop_and_close_from_several_threads():
     for _ in range(5):
         llm.start()
         in_threads(*[llm.stop] * 4, *[llm.close] * 2)
-        assert llm.thread is None and llm.stopping is None
+        assert llm.loop.thread is None and llm.loop.stopping is None
 
 
 def test_what_a_callback_may_not_do():
@@ -683,7 +685,7 @@ def test_each_call_counts_its_own_positions_once():
 
 def test_an_interrupted_stop_leaves_an_engine_that_works():
     llm = LLM(tiny_model("llama")).start()
-    thread, join = llm.thread, llm.thread.join
+    thread, join = llm.loop.thread, llm.loop.thread.join
     llm.add_request([5, 6, 7], dict(GREEDY, max_tokens=200))
 
     def interrupted():
@@ -693,7 +695,7 @@ def test_an_interrupted_stop_leaves_an_engine_that_works():
     with pytest.raises(KeyboardInterrupt):
         llm.stop()
     join(60)
-    assert llm.thread is None and llm.stopping is None
+    assert llm.loop.thread is None and llm.loop.stopping is None
     assert llm.generate([[5, 6]], GREEDY)[0].error is None
     with llm:
         assert llm.generate([[5, 6]], GREEDY)[0].error is None
@@ -765,14 +767,14 @@ def test_a_model_that_decodes_wrong_packed_is_not_run_packed(compile):
 
     model.register_forward_pre_hook(late, with_kwargs=True)
     llm = LLM(model, compile=compile)
-    assert llm.shapes is None and llm.paddable
+    assert llm.loaded.shapes is None and llm.loaded.paddable
     right(llm)
 
 
 def test_loading_leaves_the_garbage_collector_as_it_was(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "batchlab.api.base.model_and_tokenizer",
+        "batchlab.llm.loaded.model_and_tokenizer",
         lambda *args: seen.append(gc.isenabled()) or model_and_tokenizer(*args),
     )
     for on in (True, False):
@@ -807,7 +809,7 @@ def test_a_plan_is_what_the_call_takes():
 def test_a_padded_engine_keeps_no_rectangle_once_it_is_idle():
     llm = LLM(tiny_model("llama"), strategy="static")
     llm.generate(PROMPTS, GREEDY)
-    assert llm.stats().kv_bytes == 0 and not sum(llm.budget.claims.values())
+    assert llm.stats().kv_bytes == 0 and not sum(llm.engines.budget.claims.values())
 
 
 def test_many_query_heads_on_one_kv_head():
@@ -1141,10 +1143,12 @@ def test_a_model_that_changes_with_its_longest_row(strategy):
 def test_three_engines_share_one_budget():
     model, most = longrope(), []
     llm = LLM(model, kv_cache_bytes=256 * 2 * 2 * 2 * 16 * 4, max_num_seqs=4)
-    llm.watchers.append(lambda engine, event, x: most.append(sum(llm.budget.claims.values())))
+    llm.watchers.append(
+        lambda engine, event, x: most.append(sum(llm.engines.budget.claims.values()))
+    )
     outs = llm.generate(AROUND * 4, GREEDY | dict(max_tokens=8))
     assert ids(outs) == oracle(model, AROUND, 8) * 4
-    assert llm.budget.limit == 256 >= max(most)
+    assert llm.engines.budget.limit == 256 >= max(most)
     assert sorted(llm.engines) == ["beyond", "packed", "solo"]
 
 
@@ -1314,7 +1318,7 @@ def test_a_callback_that_fails_ends_the_answers_of_its_prompt_that_still_run(cap
     llm.add_request([5], dict(n=2, seed=1, max_tokens=2, ignore_eos=True), listen)
     drain(llm)
     assert told[-1] == (1, "error", True) and [e for *_, e in told].count(True) == 1
-    assert llm.stats().requests["error"] >= 1 and not llm.groups
+    assert llm.stats().requests["error"] >= 1 and not llm.loop.groups
 
 
 def test_paused_it_hears_and_makes_no_step():
@@ -1328,13 +1332,13 @@ def test_paused_it_hears_and_makes_no_step():
         until(lambda: len(ended) == 2)
         reasons = {name: o.outputs[0].finish_reason for name, o in ended.items()}
         assert reasons == dict(cancelled="cancelled", late="timeout")
-        assert llm.groups["kept"].requests[0].output_ids == []
+        assert llm.loop.groups["kept"].requests[0].output_ids == []
         with pytest.raises(EngineError, match="is not done yet: give another id"):
             llm.add_request([8], request_id="kept")
         llm.step()
-        assert len(llm.groups["kept"].requests[0].output_ids) == 1
+        assert len(llm.loop.groups["kept"].requests[0].output_ids) == 1
         llm.resume()
-    assert ended["kept"].outputs[0].finish_reason == "length" and not llm.paused
+    assert ended["kept"].outputs[0].finish_reason == "length" and not llm.loop.paused
 
 
 # --- planned, and shared

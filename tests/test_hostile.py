@@ -20,7 +20,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 def state(server):
     "What `server` holds now, for requests and beside them."
     stats, api, http = server.api.llm.stats(), server.api, server.server_state
-    held = dict(answers=api.llm.answers, groups=api.llm.llm.groups, tasks=http.tasks)
+    held = dict(answers=api.llm.answers, groups=api.llm.llm.loop.groups, tasks=http.tasks)
     held["connections"] = http.connections
     return {k: len(v) for k, v in held.items()} | dict(
         pending=api.pending,

@@ -1022,7 +1022,7 @@ def test_a_line_whose_id_is_used_already_says_which(tmp_path, job, form, output)
 
 def test_a_summary_says_how_many_drafted_tokens_were_right(job):
     drafting = LLM(tiny_model("llama"), tiny_tokenizer(), speculation="lookup", max_num_seqs=4)
-    drafting.proposer.always = True
+    drafting.engines.proposer.always = True
     one = job([ask(i, prompt="one two one two " * 4, max_tokens=9) for i in range(6)])
     result, stats = one.run(drafting), drafting.stats()
     assert result.drafted_tokens == stats.drafted_tokens > 0

@@ -118,8 +118,8 @@ def test_roles_that_the_template_refuses_stand_elsewhere(template, want, tmp_pat
     seen = []
 
     def spied(llm):
-        submit = llm.submit
-        llm.submit = lambda groups: (
+        submit = llm.loop.submit
+        llm.loop.submit = lambda groups: (
             seen.extend(g.prompt_token_ids for g in groups) or submit(groups)
         )
         return llm
@@ -325,7 +325,7 @@ def test_polled_to_its_end(shared, client):
 def test_the_states_while_it_runs(s):
     with paused_after(s.llm, 5):
         id = s.web.post(URL, json=dict(input="Hello", background=True, **LONG)).json()["id"]
-        until(lambda: s.llm.paused)
+        until(lambda: s.llm.loop.paused)
         assert fetched(s, id)["status"] == "in_progress"
         error = s.web.post(URL, json=dict(input="b", previous_response_id=id)).json()["error"]
         assert error["param"] == "previous_response_id", "what is no answer yet can't be continued"
@@ -346,7 +346,7 @@ def test_cancel_while_it_runs_and_before(s):
     with paused_after(s.llm, 5):
         ask = dict(input="Hello", background=True, **LONG)
         ids = [s.web.post(URL, json=ask).json()["id"] for _ in range(20)]
-        until(lambda: s.llm.paused)
+        until(lambda: s.llm.loop.paused)
         got = [s.web.post(f"{URL}/{id}/cancel").json() for id in ids]
         assert {checked(r)["status"] for r in got} == {"cancelled"}
     assert [fetched(s, id)["status"] for id in ids] == ["cancelled"] * 20
@@ -378,7 +378,7 @@ def test_a_server_that_stops_takes_none_in_the_background(s):
 def test_deleted_while_it_runs(s):
     with paused_after(s.llm, 5):
         id = s.web.post(URL, json=dict(input="Hello", background=True, **LONG)).json()["id"]
-        until(lambda: s.llm.paused)
+        until(lambda: s.llm.loop.paused)
         assert s.web.delete(f"{URL}/{id}").json()["deleted"] is True
     until(lambda: s.llm.stats().running == 0)
     assert fetched(s, id) == "not_found"
@@ -401,7 +401,9 @@ def test_flex_makes_way(s):
     seen = {}
 
     def watch(*_):
-        seen.update({r.priority: r.preemptible for g in s.llm.groups.values() for r in g.requests})
+        seen.update(
+            {r.priority: r.preemptible for g in s.llm.loop.groups.values() for r in g.requests}
+        )
 
     s.llm.watchers.append(watch)
     ids = [
@@ -449,8 +451,8 @@ def test_after_a_restart_the_model_may_have_another_name(tmp_path):
 
 
 def test_no_id_is_that_of_the_line_of_a_batch(s):
-    seen, real = [], s.llm.submit
-    s.llm.submit = lambda groups: seen.extend(groups) or real(groups)
+    seen, real = [], s.llm.loop.submit
+    s.llm.loop.submit = lambda groups: seen.extend(groups) or real(groups)
     id = s.web.post(URL, json=dict(input="Hello", background=True, **HOLD)).json()["id"]
     number, text = s.store.rows("select number, line from responses where id=?", id)[0]
     ended(s, id)
@@ -487,7 +489,12 @@ def test_one_that_waits_for_another_try_is_not_cancelled_while_it_begins(s, monk
 
 def test_nothing_spins_while_one_waits_for_another_try(s, monkeypatch):
     try_again(monkeypatch)
-    waits, own, collect, wait = [], s.api.responses, BackgroundLines.collect, s.llm.progress.wait
+    waits, own, collect, wait = (
+        [],
+        s.api.responses,
+        BackgroundLines.collect,
+        s.llm.loop.progress.wait,
+    )
 
     def collect_and_pause(lines):
         collect(lines)
@@ -501,7 +508,7 @@ def test_nothing_spins_while_one_waits_for_another_try(s, monkeypatch):
         return wait(timeout)
 
     monkeypatch.setattr(BackgroundLines, "collect", collect_and_pause)
-    monkeypatch.setattr(s.llm.progress, "wait", seen)
+    monkeypatch.setattr(s.llm.loop.progress, "wait", seen)
     with paused_after(s.llm, 0):
         ids = [
             s.web.post(URL, json=dict(input="Hello", background=True, **more)).json()["id"]

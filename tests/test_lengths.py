@@ -1,4 +1,4 @@
-"Texts that are too long are refused by their length, cut texts are read in part, and neither changes what a tokenizer gives."
+"Texts that are too long are refused by their length, and none that is not."
 
 import asyncio, random, threading
 
@@ -108,7 +108,7 @@ KINDS = dict(
 @pytest.mark.parametrize("greedy", [False, True], ids=["", "swallows-spaces"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bounds_hold_for_drawn_texts(monkeypatch, kind, greedy):
-    "What is refused has more tokens, and what is cut early gives the same ones. `greedy`: added tokens take the whitespace beside them."
+    "What is refused has more tokens. `greedy`: added tokens take the whitespace beside them."
     monkeypatch.setattr(lengths, "SHORT", 200)
     rand = random.Random(kind)
     model, trainer, pre, normalizer = KINDS[kind]()
@@ -124,16 +124,14 @@ def test_bounds_hold_for_drawn_texts(monkeypatch, kind, greedy):
             AddedToken("<m>", normalized=True, lstrip=greedy, rstrip=greedy),
         ]
     )
-    tokenizer, refused, cut = PreTrainedTokenizerFast(tokenizer_object=inner), 0, 0
+    tokenizer, refused = PreTrainedTokenizerFast(tokenizer_object=inner), 0
     for _ in range(60):
         text, most = drawn(rand, rand.choice([300, 1500])), rand.choice([3, 20, 100])
         ids = tokenizer(text)["input_ids"]
         n = lengths.least_tokens(tokenizer, text, most)
         assert n <= len(ids)
-        part = lengths.beginning(tokenizer, text, most)
-        assert tokenizer(part)["input_ids"][:most] == ids[:most]
-        refused, cut = refused + (n > 0), cut + (part != text)
-    assert (refused > 5 or kind == "joins") and cut > 5
+        refused += n > 0
+    assert (refused > 5) == (kind not in ("joins", "bert", "t5", "words"))  # which give no bound
 
 
 def test_a_tokenizer_in_python_is_asked_for_all():
@@ -146,7 +144,6 @@ def test_a_tokenizer_in_python_is_asked_for_all():
 
     long = "a" * 10**6
     assert lengths.least_tokens(Spelling(), long, 5) == 0
-    assert lengths.beginning(Spelling(), long, 5) == long
 
 
 def test_new_tokens_count():
@@ -183,7 +180,7 @@ def llm():
 
 def test_what_is_too_long_is_not_tokenised(llm, monkeypatch):
     counting = Counting(llm.tokenizer)
-    monkeypatch.setattr(llm, "tokenizer", counting)
+    monkeypatch.setattr(llm.loaded, "tokenizer", counting)
     long = "word " * 200_000
     talk = dict(messages=[dict(role="user", content=long)])
     a, b, ok = llm.generate([long, talk, "short"], dict(max_tokens=1))
@@ -210,7 +207,7 @@ def test_long_prompts_do_not_stop_short_ones(monkeypatch):
     "One that is not refused by its length is tokenised beside the others; who leaves meanwhile never comes to the engine."
     llm = AsyncLLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=4)
     inside, go = threading.Event(), threading.Event()
-    real, queued = llm.llm._groups, []
+    real, queued = llm.llm.admit, []
 
     def slow(prompts, *args):
         queued.append(len(prompts[0].text))
@@ -219,7 +216,7 @@ def test_long_prompts_do_not_stop_short_ones(monkeypatch):
             assert go.wait(60)
         return real(prompts, *args)
 
-    monkeypatch.setattr(llm.llm, "_groups", slow)
+    monkeypatch.setattr(llm.llm, "admit", slow)
 
     async def last(prompt):
         async for o in llm.generate(prompt, dict(max_tokens=2, temperature=0)):
@@ -244,4 +241,8 @@ def test_long_prompts_do_not_stop_short_ones(monkeypatch):
     assert queued == [250_000, *[2] * 5, 350_000]  # what was left is not even looked at
     assert all(isinstance(x, asyncio.CancelledError) for x in long[:2])
     assert "at least 70,000" in long[2].error
-    assert llm.stats().requests.get("cancelled", 0) == 0 and not llm.answers and not llm.llm.groups
+    assert (
+        llm.stats().requests.get("cancelled", 0) == 0
+        and not llm.answers
+        and not llm.llm.loop.groups
+    )

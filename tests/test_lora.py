@@ -643,7 +643,7 @@ def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three)
 
 def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
-    from batchlab.jobs.ray import RayJob
+    from batchlab.api.ray import RayJob
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

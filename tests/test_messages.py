@@ -522,7 +522,7 @@ def test_an_engine_that_fails(begun):
         with paused_after(s.llm, 12 if begun else 0):
             ask = lambda: got.append(httpx.post(s.url + MESSAGES, json=body, timeout=100))
             stack.enter_context(thread(ask))
-            until(lambda: s.llm.groups and (not begun or s.llm.paused))
+            until(lambda: s.llm.loop.groups and (not begun or s.llm.loop.paused))
             until(lambda: [*s.llm.engines.values()])
             failing = [*s.llm.engines.values()]
             for e in failing:

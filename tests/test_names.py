@@ -14,7 +14,7 @@ from batchlab.core.params import RULES
 from batchlab.errors import ModelError, ModelNotFoundError, ParamError, PromptError
 from batchlab.llm.inputs import split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from batchlab.llm.pooled import PoolingParams
+from batchlab.llm.pooling_params import PoolingParams
 from batchlab.jobs.schema import BadRequest, parse_online
 
 TALK = [

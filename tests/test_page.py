@@ -54,10 +54,10 @@ def held(s, asks, events):
     "The engine stands after `events` more of what its watchers hear of, which begin when all of `asks` are there. They are done at the end."
     s.llm.start().pause()
     threads = [asking(s.url, **a) for a in asks]
-    until(lambda: len(s.llm.groups) == len(asks))
+    until(lambda: len(s.llm.loop.groups) == len(asks))
     with paused_after(s.llm, events):
         s.llm.resume()
-        until(lambda: s.llm.paused)
+        until(lambda: s.llm.loop.paused)
         yield
     for t in threads:
         t.join()

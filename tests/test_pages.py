@@ -176,6 +176,19 @@ def job_refused(folder):
     return run(params, model=llm, encoding="cp1252", retry_errors=True).failed == 0
 
 
+def finished_refused(folder):
+    "That lines which come after a job is finished are answered by force alone."
+    source = folder / "in.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    run = functools.partial(batchlab.run, source, folder / "out.jsonl", dict(max_tokens=1))
+    llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
+    assert run(model=llm).answered == 1
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(JobError, match="is finished, and 1 requests"):
+        run(model=llm)
+    return run(model=llm, force=True).answered == 2
+
+
 def no_field_inside(folder):
     llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     with pytest.raises(PromptError, match="chat_template_kwargs has tools"):
@@ -219,6 +232,7 @@ DENIED = {
     ),
     "A mark that contradicts `--encoding`": mark_refused,
     "a failed line was edited, or is read with another `--encoding`": job_refused,
+    "a finished output is refused, and for JSONL `--force` adds them": finished_refused,
     "`tensor_parallel_size` has no effect": lambda _: (
         engine_options(dict(tensor_parallel_size=2)) == {}
     ),

@@ -361,7 +361,7 @@ def test_an_engine_that_fails_ends_the_stream_with_an_event():
         ask = dict(input="Hello", temperature=0, max_output_tokens=200, ignore_eos=True)
         with paused_after(s.llm, 12):
             stack.enter_context(thread(lambda: found.extend(events_of(s, **ask))))
-            until(lambda: s.llm.paused and [*s.llm.engines.values()])
+            until(lambda: s.llm.loop.paused and [*s.llm.engines.values()])
             failing = [*s.llm.engines.values()]
             for e in failing:
                 e.step = fail

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import psutil, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.jobs import ray as scaleout
+from batchlab.api import ray as scaleout
 from batchlab.cli import main
 from batchlab.api import LLM
 from batchlab.jobs.job import Job
 from batchlab.jobs.lines import JobLine
 from batchlab.jobs.runner import model_digest
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.jobs.ray import LineQueue, LineWorker, RayJob, RayRun, Tries
+from batchlab.api.ray import LineQueue, LineWorker, RayJob, RayRun, Tries
 
 posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
@@ -59,7 +59,8 @@ class Played(RayJob):
 
     def start(self, stack):
         limits, template = SimpleNamespace(max_num_seqs=40), SimpleNamespace(chat_template=None)
-        about = dict(strategy="continuous", weights_digest="w", quantization=None)
+        settings = SimpleNamespace(strategy="continuous", quantization=None)
+        about = dict(settings=settings, engines=SimpleNamespace(weights_digest="w"))
         return SimpleNamespace(limits=limits, tokenizer=template, **about)
 
     def begin(self, llm, book, outbox):

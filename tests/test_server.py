@@ -393,7 +393,7 @@ def test_who_matters_more_goes_first(s):
         with paused_after(s.llm, 0):
             for i in range(8):
                 stack.enter_context(thread(ask, i))
-                until(lambda: len(s.llm.groups) == i + 1)
+                until(lambda: len(s.llm.loop.groups) == i + 1)
     s.llm.watchers.remove(watch)
     assert {*began[:4]} == {*"hgfe"} and {*statuses} == {200}
 
@@ -403,7 +403,7 @@ def test_tokens_of_one_reader_come_one_by_one(s, loose):
     with paused_after(s.llm, 12):
         stream = loose.completions.create(model="tiny", prompt="a", stream=True, **LONG)
         assert next(iter(stream)).choices[0].finish_reason is None
-        assert len(s.llm.groups) == 1
+        assert len(s.llm.loop.groups) == 1
         stream.close()
     until(lambda: nothing_left(s))
 
@@ -946,7 +946,7 @@ def test_who_hangs_up_is_cancelled(s, stream, prompts):
             c.sendall(head + raw)
             if stream:
                 assert c.recv(9) == b"HTTP/1.1 "
-            until(lambda: len(s.llm.groups) == prompts)
+            until(lambda: len(s.llm.loop.groups) == prompts)
         until(lambda: nothing_left(s))
     assert s.llm.stats().requests["cancelled"] == ended + prompts
     until(lambda: not s.server.server_state.tasks)
@@ -1010,9 +1010,9 @@ def test_an_engine_that_fails_in_the_middle(begun):
 
         with paused_after(s.llm, 12 if begun else 0):
             stack.enter_context(thread(lambda: ask(prompt="a", stream=True)))
-            until(lambda: s.llm.groups and (not begun or s.llm.paused))
+            until(lambda: s.llm.loop.groups and (not begun or s.llm.loop.paused))
             stack.enter_context(thread(lambda: ask(prompt="b")))
-            until(lambda: len(s.llm.groups) == 2 and [*s.llm.engines.values()])
+            until(lambda: len(s.llm.loop.groups) == 2 and [*s.llm.engines.values()])
             failing = [*s.llm.engines.values()]
             for e in failing:
                 e.step = fail
@@ -1148,7 +1148,7 @@ def test_what_is_under_way_is_answered_before_the_end():
         with paused_after(s.llm, 12):
             ask = lambda: got.append(httpx.post(s.url + TEXT, timeout=100, json=body).text)
             stack.enter_context(thread(ask))
-            until(lambda: s.llm.paused)
+            until(lambda: s.llm.loop.paused)
             s.server.should_exit = True
             until(lambda: s.api.draining)
             assert httpx.get(f"{s.url}/health").status_code == 503

@@ -143,8 +143,8 @@ def test_all_that_is_seen_is_the_same(arch, way, dtype):
     outs = plain.generate(prompts, params, use_tqdm=False)
     for how in (dict(), dict(max_num_seqs=4, max_num_batched_tokens=24, kv_cache_bytes=2**17)):
         llm = LLM(model, tiny_tokenizer(), speculation="lookup", **WAYS[way], **how)
-        assert llm.proposer is not None
-        llm.proposer = Drawn(answers_of(outs), 1)
+        assert llm.engines.proposer is not None
+        llm.engines.proposer = Drawn(answers_of(outs), 1)
         got = checked(llm).generate(prompts, params, use_tqdm=False)
         for a, b in zip(outs, got):
             if exact:
@@ -166,7 +166,7 @@ def test_rows_that_are_steered_at_first(more):
     for some in ([4], [*range(9)], [*range(8, -1, -1)]):
         known = {tuple(prompts[i]): want[i] for i in some}
         drafting = LLM(llm.model, llm.tokenizer, compile=False, speculation="lookup")
-        drafting.proposer.draft_ids = lambda r, most: known[tuple(r.prompt_ids)][
+        drafting.engines.proposer.draft_ids = lambda r, most: known[tuple(r.prompt_ids)][
             len(r.output_ids) :
         ][:most]
         got = drafting.generate([prompts[i] for i in some], [params[i] for i in some])
@@ -184,7 +184,7 @@ def test_as_the_oracle_and_generate(arch):
     assert want == [generated(model, p, 20) for p in prompts]
     llm = LLM(model, speculation="lookup", max_num_seqs=3)
     known = {(tuple(p), 0): w for p, w in zip(prompts, want)}
-    llm.proposer = Drawn(known, 2)
+    llm.engines.proposer = Drawn(known, 2)
     assert ids(checked(llm).generate(prompts, greedy(20), use_tqdm=False)) == want
     assert drafted(llm)[0] > 0
 
@@ -203,12 +203,12 @@ def test_what_it_looks_up_is_the_same_too(way):
     want = [seen(o) for o in plain.generate(prompts, params, use_tqdm=False)]
     llm = checked(LLM(model, tiny_tokenizer(), speculation="lookup", **WAYS[way]))
     for always in (True, True, False):
-        llm.proposer.always = always
+        llm.engines.proposer.always = always
         got = llm.generate(prompts, params, use_tqdm=False)
         assert [seen(o) for o in got] == want
     stats = llm.stats()
     assert 0 < stats.accepted_tokens <= stats.drafted_tokens, stats
-    assert not llm.proposer.histories, "requests that ended are still known"
+    assert not llm.engines.proposer.histories, "requests that ended are still known"
     assert stats.recomputed == 0
 
 
@@ -219,7 +219,7 @@ def test_rejected_drafts_leave_blocks_as_they_were():
     llm = checked(LLM(model, speculation="lookup"))
     prompt = [*range(5, 60)]
     [want] = ids(plain.generate([prompt], greedy(30), use_tqdm=False))
-    llm.proposer = Drawn({(tuple(prompt), 0): want}, 3, right=0.4)
+    llm.engines.proposer = Drawn({(tuple(prompt), 0): want}, 3, right=0.4)
     assert ids(llm.generate([prompt], greedy(30), use_tqdm=False)) == [want]
     longer = [prompt + want[:-1], prompt + want[:20] + [7, 8, 9]]
     found = llm.generate(longer, greedy(9), use_tqdm=False)
@@ -234,7 +234,7 @@ def test_little_memory_preempts_as_without():
     plain = LLM(model, enable_prefix_caching=False)
     want = ids(plain.generate(prompts, greedy(120), use_tqdm=False))
     llm = checked(LLM(model, speculation="lookup", kv_cache_bytes=2**18))
-    llm.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 4)
+    llm.engines.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 4)
     assert ids(llm.generate(prompts, greedy(120), use_tqdm=False)) == want
     stats = llm.stats()
     assert stats.preemptions and stats.drafted_tokens, stats
@@ -249,7 +249,7 @@ def test_cancelled_and_streamed():
     plain = LLM(model, tiny_tokenizer())
     outs = plain.generate(prompts, params, use_tqdm=False)
     llm = checked(LLM(model, tiny_tokenizer(), speculation="lookup"))
-    llm.proposer = Drawn(answers_of(outs), 5, right=0.9)
+    llm.engines.proposer = Drawn(answers_of(outs), 5, right=0.9)
     got, sizes = [[] for _ in prompts], set()
     names = [
         llm.add_request(p, params, stream_callback=lambda e, i=i: got[i].extend(e.token_ids))
@@ -274,7 +274,7 @@ def test_a_step_that_breaks_off_keeps_seeds():
     params = SamplingParams(temperature=1.1, seed=3, max_tokens=30, ignore_eos=True)
     outs = LLM(model, tiny_tokenizer()).generate(prompts, params, use_tqdm=False)
     llm = LLM(model, tiny_tokenizer(), speculation="lookup")
-    llm.proposer = Drawn(answers_of(outs), 6)
+    llm.engines.proposer = Drawn(answers_of(outs), 6)
     count = itertools.count()
 
     def watch(engine, event, x):
@@ -303,7 +303,7 @@ def test_forms_need_fewer_steps():
     prompts = [[5, 6, 7], [8, 9]]
     plain, llm = (LLM(model, tiny_tokenizer(), speculation=s) for s in (None, "lookup"))
     want = [seen(o) for o in plain.generate(prompts, params, use_tqdm=False)]
-    llm.proposer.always = True
+    llm.engines.proposer.always = True
     assert [seen(o) for o in llm.generate(prompts, params, use_tqdm=False)] == want
     assert llm.stats().steps < 0.7 * plain.stats().steps, (llm.stats(), plain.stats())
 
@@ -395,7 +395,7 @@ def test_rates_follow_the_latest():
 def test_full_batches_have_none():
     "Where a position costs as much as it gives, nothing is drafted, however well it goes."
     llm = LLM(tiny_model("llama"), speculation="lookup")
-    p = llm.proposer
+    p = llm.engines.proposer
     for n in (1, 2, 4, 8, 16, 32):
         for _ in range(20):
             p.times.note(n, 2.0 + n)
@@ -425,7 +425,7 @@ def test_off_where_tokens_might_change(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, logger="batchlab"):
         llm = LLM(model, compile=False, speculation="lookup")
     said = [r.getMessage() for r in caplog.records if "speculation" in r.getMessage()]
-    assert llm.proposer is None and len(said) == 1 and "torch backend" in said[0]
+    assert llm.engines.proposer is None and len(said) == 1 and "torch backend" in said[0]
     llm.generate([[1, 2, 1, 2, 1, 2]], greedy(9), use_tqdm=False)
     assert llm.stats().drafted_tokens == 0
 
@@ -444,7 +444,7 @@ def test_errors(given, said):
 
 def test_a_request_may_do_without():
     llm = LLM(tiny_model("llama", seed=5), speculation="lookup")
-    llm.proposer.always = True
+    llm.engines.proposer.always = True
     prompts = [[5, 6, 7, 8]] * 2
     llm.generate(prompts, greedy(20), use_tqdm=False)  # so that the pool has it
     before = llm.stats().accepted_tokens
@@ -464,7 +464,7 @@ def test_adapters_and_traces(tmp_path):
     names = [None, "a", None, "a"]
     want = ids(plain.generate(prompts, greedy(20), lora_request=names, use_tqdm=False))
     assert want != ids(plain.generate(prompts, greedy(20), use_tqdm=False))
-    llm.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 7)
+    llm.engines.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 7)
     got = ids(llm.generate(prompts, greedy(20), lora_request=names, use_tqdm=False))
     assert got == want and drafted(llm)[0] > 0
     trace = llm.recorder
@@ -527,7 +527,7 @@ def test_a_proposer_that_fails_costs_guesses_alone(caplog):
     outs = LLM(model).generate(prompts, greedy(12), use_tqdm=False)
     for where in ("begin", "draft_ids", "taken", "note", "timed"):
         llm = LLM(model, speculation="lookup")
-        llm.proposer = Failing(answers_of(outs), where)
+        llm.engines.proposer = Failing(answers_of(outs), where)
         caplog.clear()
         assert ids(checked(llm).generate(prompts, greedy(12), use_tqdm=False)) == ids(outs)
         said = [r for r in caplog.records if "speculation failed" in r.message]
@@ -543,7 +543,7 @@ def test_counts_and_records_are_of_the_tokens_that_came():
     ]
     free = [SamplingParams(max_tokens=30, seed=i, **how) for i in range(8)]
     plain, llm = (LLM(model, tiny_tokenizer(), speculation=s) for s in (None, "lookup"))
-    llm.proposer = Drawn(answers_of(plain.generate(prompts, free, use_tqdm=False)), 1, 1.0)
+    llm.engines.proposer = Drawn(answers_of(plain.generate(prompts, free, use_tqdm=False)), 1, 1.0)
     pieces = []
     for x in (plain, llm):
         with x.trace() as seen_steps:

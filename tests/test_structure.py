@@ -47,7 +47,7 @@ def contracts(folder):
             "core is not allowed to import",
         ),
         ("jobs/formats", "import batchlab.view.viewer", "jobs is not allowed to import"),
-        ("bench/peers", "import batchlab.jobs.job", "bench is not allowed to import"),
+        ("bench/peers", "import batchlab.serve.app", "bench is not allowed to import"),
         ("core/blocks", "from . import engine", "no circle among the files of a room BROKEN"),
         ("core/hashes", "from .runners import F", "core.runners -> torch"),
         ("stray", "", "a floor imports only floors below it BROKEN"),
@@ -115,23 +115,18 @@ def test_what_plans_a_step_imports_no_torch():
     assert python(f"import sys, {names}; sys.exit('torch' in sys.modules)").returncode == 0
 
 
-def test_floors_above_the_api_register_what_its_calls_need():
+def test_what_an_llm_seldom_needs_is_imported_when_it_is_asked_for():
+    "And each of its settings is an argument of `LLM`, in the same order and with the same default."
     code = """
-import sys, batchlab.api as api
-from batchlab.api.base import CALLS
-from batchlab.errors import EngineError
-assert not CALLS and "batchlab.view.trace" not in sys.modules
-try:
-    api.LLM.trace(None)
-except EngineError as e:
-    assert "import LLM from batchlab" in str(e)
-else:
-    raise AssertionError
+import inspect, sys
+from dataclasses import fields
 from batchlab import LLM
-assert LLM is api.LLM and CALLS.keys() == {"trace"}
+from batchlab.llm.settings import LLMSettings
+late = ("batchlab.view.trace", "batchlab.tasks.verify", "batchlab.tasks.choices")
+assert not {*late} & {*sys.modules}
+taken = [(p.name, p.default) for p in inspect.signature(LLM).parameters.values()]
+assert taken == [(f.name, f.default) for f in fields(LLMSettings)]
 """
-    assert (done := python(code)).returncode == 0, done.stderr
-    code = "from batchlab.compat.vllm import LLM; from batchlab.api.base import CALLS; assert len(CALLS) == 1"
     assert (done := python(code)).returncode == 0, done.stderr
 
 

@@ -13,7 +13,7 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.jobs.formats import as_json, export_records
 from batchlab.jobs.settings import INSTEAD, KNOWN_SETTINGS
 from batchlab.core.params import SamplingParams
-from batchlab.jobs.run import run
+from batchlab.api.run import run
 from batchlab.jobs.job import Job
 from batchlab.jobs.journal import finished_lines, journal_of, settings_file
 from batchlab.jobs.lines import parse_line
@@ -532,18 +532,15 @@ def test_files_of_others_beside_the_output_stay(name):
     assert not new.exists()
 
 
-def test_an_interrupt_before_the_first_answer_leaves_nothing():
+def test_an_interrupt_before_the_first_answer_leaves_nothing(monkeypatch):
     write("in.csv", [["prompt"], ["a"]])
 
-    class Never:
-        def __getattr__(self, name):
-            return getattr(llm(), name)
+    def never():
+        raise KeyboardInterrupt
 
-        def step(self):
-            raise KeyboardInterrupt
-
+    monkeypatch.setattr(llm().loop, "step", never)
     with pytest.raises(KeyboardInterrupt):
-        Job("in.csv", "out.csv").run(Never())
+        Job("in.csv", "out.csv").run(llm())
     assert os.listdir() == ["in.csv"]
 
 
@@ -1051,15 +1048,15 @@ def test_names_of_columns_stay_those_that_a_job_was_begun_with(monkeypatch):
     write("in.csv", [["prompt", "text"], *([f"a{i}", "mine"] for i in range(40))])
     args = dict(sampling_params=SHORT, look_ahead=1, max_errors=0)
     job = lambda **more: Job("in.csv", "out.csv", **args, **more)
-    begun, step = job(), llm().step
+    begun, step = job(), llm().loop.step
 
     def mortal():
         if begun.result.done >= 2:
-            monkeypatch.setattr(llm(), "step", step)
+            monkeypatch.setattr(llm().loop, "step", step)
             raise KeyboardInterrupt
         return step()
 
-    monkeypatch.setattr(llm(), "step", mortal)
+    monkeypatch.setattr(llm().loop, "step", mortal)
     with pytest.raises(KeyboardInterrupt):
         begun.run(llm())
     assert settings_file("out.csv").exists()

@@ -379,7 +379,7 @@ calls = [lambda: llm.generate('x'), lambda: llm.embed('x'), lambda: next(llm.str
          lambda: llm.add_request('x'), lambda: llm.cancel('0'), lambda: asyncio.run(one()), lambda: asyncio.run(shared.shutdown())]
 asyncio.run(one())
 for held in (False, True):
-    if held: llm.progress.acquire()
+    if held: llm.loop.progress.acquire()
     if not (pid := os.fork()):
         faulthandler.dump_traceback_later(60, exit=True)
         said = []
@@ -387,7 +387,7 @@ for held in (False, True):
             try: call()
             except EngineError as e: said.append('forked' in str(e))
         os._exit(said != [True] * len(calls))
-    if held: llm.progress.release()
+    if held: llm.loop.progress.release()
     assert os.waitpid(pid, 0)[1] == 0, held
 assert len(llm.generate('x')[0].outputs[0].token_ids) and not asyncio.run(shared.shutdown())
 """

@@ -222,7 +222,7 @@ GOES_ON = dict(add_generation_prompt=False, continue_final_message=True)
 )
 def test_a_thought_that_was_begun_is_gone_on_with(begun, thought, tmp_path):
     "By a call, a line of a file and the Messages API; with a limit, too."
-    from batchlab.jobs.run import run
+    from batchlab.api.run import run
     from batchlab.serve.messages import conversation_of
 
     talk, thinks = [*TALK, dict(role="assistant", content=begun)], llm(text="ab c</think>xyz")
@@ -288,7 +288,7 @@ def test_a_response_template_names_the_marks():
 
 
 def test_files_and_tables_have_thoughts(tmp_path):
-    from batchlab.jobs.run import run
+    from batchlab.api.run import run
 
     lines = [
         dict(messages=TALK, **GREEDY),

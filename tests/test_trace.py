@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.view import pictures
 from batchlab.view.drawing import Canvas
-from batchlab.llm.config import STRATEGIES
+from batchlab.llm.settings import STRATEGIES
 from batchlab import LLM
 from batchlab.errors import TraceError
 from batchlab.core.ledger import Ledger

@@ -65,7 +65,7 @@ def test_tokens_are_drawn_again():
     logits = replay(llm.model, [5, 6, 7], c.token_ids)
 
     def again(out, logits=logits):
-        first = Answer(llm, out, c).row()
+        first = Answer(llm.loaded, out, c).row()
         rows = [replace(first, output_ids=c.token_ids[:t]) for t in range(6)]  # one generator
         return sample(logits, rows).token_ids
 
@@ -77,7 +77,7 @@ def test_how_an_answer_ended():
     llm = an_llm()
     out, c = one("Hello", seed=1, max_tokens=80, temperature=1.5, stop=list("aeiou"))
     assert (c.finish_reason, len(c.token_ids) < 80) == ("stop", True)
-    found = lambda **change: check_end(Answer(llm, out, replace(c, **change)))
+    found = lambda **change: check_end(Answer(llm.loaded, out, replace(c, **change)))
     assert not found()
     gone = dict(stop_reason=None, token_ids=c.token_ids[:-1])
     assert not found(finish_reason="cancelled", **gone)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from batchlab import LLM, SamplingParams
-from batchlab.api.unloaded import quantized_bytes
 from batchlab.fast.trial import kv_layout
 from batchlab.errors import ParamError, Unavailable, UnsupportedModelError
 from batchlab.fast.fused import fuse
@@ -315,15 +314,3 @@ def test_other_ways_and_families(family):
     hidden = [llm.logprobs([PROMPTS[1]])[0].logprobs for llm in (plain, mine)]
     a, b = (torch.tensor(x) for x in hidden)
     assert (a - b).norm() < 0.4 * a.norm()
-
-
-def test_bytes_without_weights_are_those_with_them():
-    model = tiny_model("llama", tie_word_embeddings=False, hidden_size=128, vocab_size=512)
-    mine = LLM(
-        tiny_model("llama", tie_word_embeddings=False, hidden_size=128, vocab_size=512),
-        quantization="w4a8",
-    )
-    others = sum(p.nbytes for n, p in model.named_parameters() if "norm" in n or "embed" in n)
-    packed = sum(m.nbytes for m in {*mine.backend.fused.modules[0], mine.backend.fused.head})
-    assert mine.backend.nbytes >= packed
-    assert quantized_bytes(model, "w4a8") == mine.backend.nbytes + others

@@ -270,9 +270,9 @@ def test_a_model_loaded_by_its_name(how, tmp_path):
     assert ids(llm) == before and llm.limits.max_model_len == 256
     each(lambda p, v: p.copy_(v))(model)
     model.save_pretrained(tmp_path)
-    digest = llm.weights_digest
+    digest = llm.engines.weights_digest
     llm.reload_weights()
-    assert ids(llm) == ids(LLM(tmp_path, **how)) != before and llm.weights_digest != digest
+    assert ids(llm) == ids(LLM(tmp_path, **how)) != before and llm.engines.weights_digest != digest
 
 
 def test_a_model_that_can_not_run_any_more_says_so_until_it_can():

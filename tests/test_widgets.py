@@ -93,7 +93,7 @@ def test_a_click_is_a_step_whoever_has_the_engine_in_hand(llm):
     held, go = threading.Event(), threading.Event()
 
     def hold():
-        with llm._hold():
+        with llm.loop.hold():
             held.set()
             go.wait()
 
@@ -164,7 +164,7 @@ def test_run_again_leaves_nothing(llm):
 
 
 def test_a_cancel_that_comes_too_late_leaves_no_thread(llm, monkeypatch):
-    go, event, step = threading.Event(), Watch.event, llm.step
+    go, event, step = threading.Event(), Watch.event, llm.loop.step
 
     def cancel_the_rest(watch, e):
         event(watch, e)
@@ -172,15 +172,15 @@ def test_a_cancel_that_comes_too_late_leaves_no_thread(llm, monkeypatch):
             watch.cancel(*range(len(watch.requests)))
 
     def step_later():
-        if llm.inbox and not llm.groups:
+        if llm.loop.inbox and not llm.loop.groups:
             go.wait(60)
         return step()
 
     monkeypatch.setattr(Watch, "event", cancel_the_rest)
-    monkeypatch.setattr(llm, "step", step_later)
+    monkeypatch.setattr(llm.loop, "step", step_later)
     view = LiveView(llm, PROMPTS[:2], replace(LONG, max_tokens=4))
-    assert until(lambda: llm.stopping or not view.painter.is_alive())
-    assert [r.state for r in view.watch.requests] == ["length"] * 2 and llm.inbox
+    assert until(lambda: llm.loop.stopping or not view.painter.is_alive())
+    assert [r.state for r in view.watch.requests] == ["length"] * 2 and llm.loop.inbox
     go.set()
     assert view.wait(60) and until(lambda: not own_threads())
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..llm.config import check_count
+from ..llm.settings import check_count
 from ..errors import EngineError, ParamError
 from batchlab.llm.inputs import (
     Params,
@@ -29,7 +29,7 @@ from batchlab.llm.inputs import (
 from ..tasks.lora import AdapterChoice
 from ..models.lengths import SHORT, chars_in
 from . import LLM
-from .base import trim_memory
+from ..llm.loaded import trim_memory
 from batchlab.llm.outputs import (
     CompletionOutput,
     RequestGroup,
@@ -40,7 +40,7 @@ from batchlab.llm.outputs import (
 )
 
 # %% auto #0
-__all__ = ['add_event', 'AsyncBase', 'AsyncQueue', 'AsyncCalls', 'AsyncLLM']
+__all__ = ['add_event', 'AsyncLLM']
 
 # %% ../../nbs/2_core/46_async.ipynb #c1114d45
 def add_event(part: CompletionOutput, event: StreamEvent) -> None:
@@ -164,9 +164,57 @@ class _Mailbox:
     def rest(self, start: float) -> None:
         self.loop.call_later(min(LONGEST_REST, REST * (time.thread_time() - start)), self.look)
 
-# %% ../../nbs/2_core/46_async.ipynb #e0d00826
-class AsyncBase:
-    "An `LLM` for event loops, until `shutdown`."
+# %% ../../nbs/2_core/46_async.ipynb #a15d318f
+@dataclass(eq=False)
+class _Order:
+    "A request to `llm`, and when it was `asked`: a queuer's thread makes a `group` of it."
+
+    llm: LLM
+    answer: _Answer
+    mailbox: _Mailbox
+    prompt: Any
+    settings: Settings
+    chat: bool
+    asked: float = field(default_factory=time.perf_counter)
+
+    def tell(self, event: StreamEvent) -> None:
+        "Pass on what a step gave, in the engine's thread."
+        if self.answer.grow or event.finished:
+            self.mailbox.put(self.answer, event, self.llm.loop.after)
+
+    def end(self, reason: str) -> None:
+        "End it for a `reason` before the engine has heard of it."
+        name = self.answer.request_id
+        output = RequestOutput(name, outputs=[CompletionOutput(0, finish_reason=reason)])
+        event = StreamEvent(name, finish_reason=reason, finished=True, output=output)
+        self.mailbox.put(self.answer, event)
+
+    def group(self) -> RequestGroup | None:
+        "Its prompt, tokenised and ready for the engine; None if it has ended by now."
+        if self.answer.aborted:
+            return self.end("cancelled")
+        name, settings = self.answer.request_id, self.settings
+        if settings.timeout is not None:
+            left = settings.timeout - (time.perf_counter() - self.asked)
+            if left <= 0:
+                return self.end("timeout")
+            settings = replace(settings, timeout=left)
+        if hasattr(self.prompt, "as_group"):  # texts that are one request
+            return self.prompt.as_group(
+                self.llm, name, self.tell, 0, settings.priority, settings.timeout
+            )
+        read = read_prompt(self.prompt, settings, self.chat, self.llm.max_model_len)
+        return self.llm.admit([read], self.tell, name)[0]
+
+# %% ../../nbs/2_core/46_async.ipynb #fea3e7ff
+class AsyncLLM:
+    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks
+    as you like.
+
+    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`:
+    what else `LLM` takes. `max_pending`: requests that the engine has at once; those beyond wait
+    their turn. `async with` closes it at the end. It is for one thread, and for any number of
+    event loops one after the other."""
 
     def __init__(
         self,
@@ -208,7 +256,7 @@ class AsyncBase:
     async def shutdown(self) -> None:
         """Cancel all requests, end the engine's thread and give memory back as `LLM.close` does. A
         later request begins anew."""
-        self.llm.check_process()
+        self.llm.loop.check_process()
         for answer in self.answers.values():
             answer.aborted = True
 
@@ -225,51 +273,7 @@ class AsyncBase:
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
-# %% ../../nbs/2_core/46_async.ipynb #a15d318f
-@dataclass(eq=False)
-class _Order:
-    "A request to `llm`, and when it was `asked`: a queuer's thread makes a `group` of it."
-
-    llm: LLM
-    answer: _Answer
-    mailbox: _Mailbox
-    prompt: Any
-    settings: Settings
-    chat: bool
-    asked: float = field(default_factory=time.perf_counter)
-
-    def tell(self, event: StreamEvent) -> None:
-        "Pass on what a step gave, in the engine's thread."
-        if self.answer.grow or event.finished:
-            self.mailbox.put(self.answer, event, self.llm.after)
-
-    def end(self, reason: str) -> None:
-        "End it for a `reason` before the engine has heard of it."
-        name = self.answer.request_id
-        output = RequestOutput(name, outputs=[CompletionOutput(0, finish_reason=reason)])
-        event = StreamEvent(name, finish_reason=reason, finished=True, output=output)
-        self.mailbox.put(self.answer, event)
-
-    def group(self) -> RequestGroup | None:
-        "Its prompt, tokenised and ready for the engine; None if it has ended by now."
-        if self.answer.aborted:
-            return self.end("cancelled")
-        name, settings = self.answer.request_id, self.settings
-        if settings.timeout is not None:
-            left = settings.timeout - (time.perf_counter() - self.asked)
-            if left <= 0:
-                return self.end("timeout")
-            settings = replace(settings, timeout=left)
-        if hasattr(self.prompt, "as_group"):  # texts that are one request
-            return self.prompt.as_group(
-                self.llm, name, self.tell, 0, settings.priority, settings.timeout
-            )
-        read = read_prompt(self.prompt, settings, self.chat, self.llm.max_model_len)
-        return self.llm._groups([read], self.tell, name)[0]
-
-# %% ../../nbs/2_core/46_async.ipynb #8141f787
-class AsyncQueue(AsyncBase):
-    "Hands requests over to the engine, in threads that tokenise them."
+    # a request on its way to the engine
 
     def queuer_for(self, prompt: object, params: object = None) -> ThreadPoolExecutor:
         """The thread that tokenises `prompt`, and makes the grammar that `params` ask for: long
@@ -284,9 +288,7 @@ class AsyncQueue(AsyncBase):
 
     def _next_id(self) -> str:
         "An id that is free here, and among requests that others gave to the same `LLM`."
-        return next(
-            i for i in map(str, self.llm.ids) if i not in self.answers and i not in self.llm.groups
-        )
+        return next(i for i in iter(self.llm.loop.next_id, "") if i not in self.answers)
 
     def _mailbox(self) -> _Mailbox:
         "The mailbox of the running loop."
@@ -308,7 +310,7 @@ class AsyncQueue(AsyncBase):
         with self.door:
             if answer.aborted:
                 return order.end("cancelled")  # the engine may be closed by now
-            self.llm.submit([group])
+            self.llm.loop.submit([group])
             self.llm.start()  # after it: the engine may have been stopped meanwhile
         if answer.aborted:
             self.llm.cancel(answer.request_id)
@@ -319,9 +321,7 @@ class AsyncQueue(AsyncBase):
         if not job.cancelled() and not job.exception() and (request_id := job.result()) is not None:
             self.llm.cancel(request_id)
 
-# %% ../../nbs/2_core/46_async.ipynb #6590e865
-class AsyncCalls(AsyncQueue):
-    "The call for a prompt, and its end from outside."
+    # the calls
 
     async def generate(
         self,
@@ -342,7 +342,7 @@ class AsyncCalls(AsyncQueue):
         so far; the last has all that was asked for, or its `error`. `timeout` counts from now; a
         request that waits longer for its turn ends then. Closing the generator or cancelling its
         task cancels the request. Raises `EngineError` for an id in use, `ParamError`."""
-        self.llm.check_process()
+        self.llm.loop.check_process()
         request_id = self._next_id() if request_id is None else str(request_id)
         if request_id in self.answers:
             raise EngineError(f"request {request_id!r} is not done yet: give another id")
@@ -379,16 +379,6 @@ class AsyncCalls(AsyncQueue):
             answer.aborted = True
             self.llm.cancel(answer.request_id)
         return answer is not None
-
-# %% ../../nbs/2_core/46_async.ipynb #fea3e7ff
-class AsyncLLM(AsyncCalls):
-    """An `LLM` for asyncio: `async for output in llm.generate(prompt, params)`, in as many tasks
-    as you like.
-
-    `model`: an `LLM`, which then belongs to this object, or what `LLM` takes first; `kwargs`:
-    what else `LLM` takes. `max_pending`: requests that the engine has at once; those beyond wait
-    their turn. `async with` closes it at the end. It is for one thread, and for any number of
-    event loops one after the other."""
 
     def chat(
         self,

@@ -236,23 +236,25 @@ def check_given(args: Namespace) -> None:
         args.settings = settings_of(args)
 
 
-def load_llm(args: Namespace, kind: type[LLM] | None = None) -> LLM:
-    """The `LLM`, or an object of that `kind`, that the arguments ask for. Raises `BatchlabError`,
-    also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
+def load_llm(args: Namespace) -> LLM:
+    """The `LLM` that the arguments ask for. Raises `BatchlabError`, also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
     them."""
     from batchlab import LLM
 
-    llm = (kind or LLM)(**llm_options(args))
-    if args.settings and llm.can_generate:
+    llm = LLM(**llm_options(args))
+    if args.settings and llm.loaded.can_generate:
         from batchlab.core.params import SamplingParams
         from batchlab.core.sampling import SamplingRow
         from batchlab.tasks.structured import grammar_for
 
         usual = {"max_tokens": 1, "temperature": 0.0}
         params = SamplingParams.of(usual | args.settings | {"min_tokens": 0})
-        size, longest = llm.vocab_size, llm.max_model_len
-        form, mode = grammar_for(llm, params), llm.logprobs_mode
-        SamplingRow.make(params, [0], llm.eos_ids, llm.tokenizer, 0, size, longest, form, mode)
+        loaded = llm.loaded
+        size, longest = loaded.vocab_size, loaded.max_model_len
+        form, mode = grammar_for(loaded, params), llm.settings.logprobs_mode
+        SamplingRow.make(
+            params, [0], loaded.eos_ids, loaded.tokenizer, 0, size, longest, form, mode
+        )
     return llm
 
 # %% ../../nbs/7_serve/cli.ipynb #9d30ab3c
@@ -377,19 +379,10 @@ def suggested(llm: LLM, args: Namespace, requests: int) -> LLM:
 # %% ../../nbs/7_serve/cli.ipynb #64bb9f9e
 def ray_job(args: Namespace) -> Job:
     "The job of `batchlab run --ray`. Raises `BatchlabError`."
-    from batchlab.jobs.ray import RayJob
+    from batchlab.api.ray import RayJob
 
     own = dict(num_cpus=args.ray_cpus, num_gpus=args.ray_gpus, address=args.ray_address)
     return job_of(args, RayJob, workers=args.ray, llm=llm_options(args), **own)
-
-
-def planner_of(model: str | None) -> type[LLM]:
-    "What plans for `model`: by its config alone where its weights are not on this machine."
-    from batchlab.api import LLM
-    from batchlab.api.unloaded import UnloadedLLM
-    from batchlab.models.fetch import weights_missing
-
-    return UnloadedLLM if weights_missing(model) else LLM
 
 
 def plan_job(args: Namespace, llm: LLM | None = None) -> int:
@@ -401,10 +394,10 @@ def plan_job(args: Namespace, llm: LLM | None = None) -> int:
     with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
         job = job_of(args, Job)
         job.check()
-        llm = llm or load_llm(args, planner_of(args.model))
-        if not (llm.can_generate or args.embed) and job.line_form == "plain":
+        llm = llm or load_llm(args)
+        if not (llm.loaded.can_generate or args.embed) and job.line_form == "plain":
             if "embed" not in llm.pooler.tasks:
-                raise no_text(llm)
+                raise no_text(llm.loaded)
             raise JobError("this model writes no text: --embed plans for vectors of the texts")
         return print_plan(job.plan(llm, args.calibrate, args.memory), args)
 
@@ -506,7 +499,7 @@ def vectors_asked(args: Namespace) -> PoolingRequest:
     """What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for
     embeddings. Raises `ParamError`."""
     from batchlab.jobs.pooling import PoolingRequest
-    from batchlab.llm.pooled import PoolingParams
+    from batchlab.llm.pooling_params import PoolingParams
 
     given = Namespace(
         **{f.name: f.default for f in fields_of("cli/flags.py", "EmbedFlags")} | vars(args)

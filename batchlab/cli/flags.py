@@ -384,10 +384,7 @@ class ServeFlags(Command, SaidFlags):
 class PlanFlags(Command, InputFlags):
     """say what a file of requests would take: tokens, memory and time
 
-    Say what a job would take: tokens, memory and time, and whether the memory is there.
-
-    Where the weights of the model are not on this machine, its config alone is read, or fetched,
-    and no time is estimated."""
+    Say what a job would take: tokens, memory and time, and whether the memory is there."""
 
     # plan for batchlab embed: plain prompts are texts to make vectors of
     embed: bool = False
@@ -482,7 +479,7 @@ def parser_of(command: str) -> FlagParser:
         add_flags(p.add_argument_group("on Ray"), own, "RayFlags")
     if command in OF_JOB or command == "serve":
         less = NO_FLAGS + " chat_template" * (command == "embed")
-        add_flags(p, "api/base.py", "LLMBase", without=less)
+        add_flags(p, "llm/settings.py", "LLMSettings", without=less)
     if command in ("generate", "run", "plan"):
         group = p.add_argument_group("sampling", UNSAID)
         own_only = "prompt_logprobs prompt_logprob_start detokenize stop_until"  # of programs
@@ -499,7 +496,11 @@ def parser_of(command: str) -> FlagParser:
 
 def llm_names() -> list[str]:
     "The arguments of `LLM` that flags fill."
-    return [f.name for f in fields_of("api/base.py", "LLMBase") if f.name not in NO_FLAGS.split()]
+    return [
+        f.name
+        for f in fields_of("llm/settings.py", "LLMSettings")
+        if f.name not in NO_FLAGS.split()
+    ]
 
 # %% ../../nbs/7_serve/flags.ipynb #4c90e647
 def bench_parser() -> OneLineParser:

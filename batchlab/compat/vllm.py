@@ -13,15 +13,15 @@ from ..core import params
 from ..errors import ParamError, no_name
 from .names import VLLM_ENGINE
 from ..llm.outputs import CompletionOutput, RequestOutput
-from ..llm import pooled
+from ..llm import pooling_params
 from ..tasks.lora import LoRARequest
 from batchlab.llm.pooled import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
-    PoolingParams,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
+from ..llm.pooling_params import PoolingParams
 
 log = logging.getLogger("batchlab")
 
@@ -87,7 +87,7 @@ class StructuredOutputsParams(params.StructuredOutputsParams):
 GuidedDecodingParams = StructuredOutputsParams
 
 
-class PoolerConfig(pooled.PoolerConfig):
+class PoolerConfig(pooling_params.PoolerConfig):
     "`PoolerConfig` in vLLM's words. `task`: one of those that need no saying. Raises `ParamError`."
 
     def __init__(

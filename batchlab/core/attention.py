@@ -21,8 +21,7 @@ from .packing import Packed, ints
 from .cache import KVCache, Shape, is_run
 
 # %% auto #0
-__all__ = ['packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'StepMasks', 'PackedStep',
-           'TorchBackend']
+__all__ = ['packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'PackedStep', 'TorchBackend']
 
 # %% ../../nbs/2_core/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
@@ -351,11 +350,13 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
         )
     return found
 
-# %% ../../nbs/2_core/12_attention.ipynb #f25da435
-class StepMasks:
-    """What a step prepares once for all layers: the slot mapping, groups of rows and, when first
-    asked for, masks.
-    """
+# %% ../../nbs/2_core/12_attention.ipynb #a608301b
+class PackedStep:
+    """Attention of one step's rows over the blocks of a cache, in plain torch: what each layer
+    calls by `attention`.
+
+    Single tokens are attended group by group (`decode_groups`), longer rows one by one.
+    `masked`: columns that a full layer reads in decode only to be masked."""
 
     def __init__(self, cache: KVCache, batch: Batch) -> None:
         self.cache, self.batch, self.masks = cache, batch, {}
@@ -401,14 +402,6 @@ class StepMasks:
         if key not in self.masks:
             self.masks[key] = make(*args)
         return self.masks[key]
-
-# %% ../../nbs/2_core/12_attention.ipynb #a608301b
-class PackedStep(StepMasks):
-    """Attention of one step's rows over the blocks of a cache, in plain torch: what each layer
-    calls by `attention`.
-
-    Single tokens are attended group by group (`decode_groups`), longer rows one by one.
-    `masked`: columns that a full layer reads in decode only to be masked."""
 
     def attention(
         self,

@@ -15,7 +15,7 @@ from ..errors import Option, ParamError, check_names, suggest_names, whole_numbe
 
 # %% auto #0
 __all__ = ['RULES', 'LOGPROBS_MODES', 'SETTINGS', 'is_number', 'number_of', 'check_logprobs_mode', 'StructuredOutputsParams',
-           'GivenParams', 'SamplingParams']
+           'SamplingParams']
 
 # %% ../../nbs/2_core/params.ipynb #132d0887
 _ABOVE_0, _FINITE = (
@@ -360,42 +360,9 @@ def _check_together(p: SamplingParams) -> None:
             temperature=Option("temperature"),
         )
 
-# %% ../../nbs/2_core/params.ipynb #d3cbd773
-class GivenParams:
-    "Settings in any of the forms that they may be given in."
-
-    temperature: float
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < 1e-5
-
-    @classmethod
-    def of(
-        cls, x: SamplingParams | dict[str, Any] | None = None, **defaults: Any
-    ) -> SamplingParams:
-        "From `SamplingParams`, a dict or None; `defaults` fill what `x` leaves unset."
-        if isinstance(x, SamplingParams):
-            return x
-        if x is None or isinstance(x, dict):
-            own = x or {}
-            check_names(own, SETTINGS)
-            make: Any = cls
-            return make(**{**defaults, **own})
-        raise ParamError(
-            field="sampling_params",
-            value=type(x).__name__,
-            want="SamplingParams, a dict of its fields or None",
-            advice="name each setting, such as temperature=0.7, max_tokens=64",
-        )
-
-    def clone(self) -> Self:
-        "A copy that may be changed."
-        return copy.deepcopy(self)
-
 # %% ../../nbs/2_core/params.ipynb #bcaf66a5
 @dataclass
-class SamplingParams(GivenParams):
+class SamplingParams:
     """How to sample one request; vLLM's names and defaults. Every field is checked: raises `ParamError`.
 
     A `temperature` below 1e-5 is greedy: `top_p`, `top_k`, `min_p` say nothing then. `bad_words` takes lists
@@ -453,6 +420,33 @@ class SamplingParams(GivenParams):
 
     def __post_init__(self) -> None:
         _check_params(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @classmethod
+    def of(
+        cls, x: SamplingParams | dict[str, Any] | None = None, **defaults: Any
+    ) -> SamplingParams:
+        "From `SamplingParams`, a dict or None; `defaults` fill what `x` leaves unset."
+        if isinstance(x, SamplingParams):
+            return x
+        if x is None or isinstance(x, dict):
+            own = x or {}
+            check_names(own, SETTINGS)
+            make: Any = cls
+            return make(**{**defaults, **own})
+        raise ParamError(
+            field="sampling_params",
+            value=type(x).__name__,
+            want="SamplingParams, a dict of its fields or None",
+            advice="name each setting, such as temperature=0.7, max_tokens=64",
+        )
+
+    def clone(self) -> Self:
+        "A copy that may be changed."
+        return copy.deepcopy(self)
 
 # %% ../../nbs/2_core/params.ipynb #22316ebf
 SETTINGS = tuple(f.name for f in fields(SamplingParams))  # the names of all settings

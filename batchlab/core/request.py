@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Task', 'Count', 'RequestFields', 'Request', 'Row', 'RowOutput', 'StepPlan', 'Proposer']
+__all__ = ['Task', 'Count', 'Request', 'Row', 'RowOutput', 'StepPlan', 'Proposer']
 
 # %% ../../nbs/2_core/10c_request.ipynb #req00007
 import contextlib
@@ -69,17 +69,17 @@ class Count(Task):
     def first_output(self, request: Request) -> int:
         return request.num_tokens - 1 if self.first is None else self.first
 
-# %% ../../nbs/2_core/10c_request.ipynb #0eedf3fc
+# %% ../../nbs/2_core/10c_request.ipynb #46a9e24e
 @dataclass(eq=False)
-class RequestFields:
+class Request:
     """One sequence on its way: what was asked, its tokens so far, how far they are computed, and
-    where their KV lies.
+    where their KV lies. It takes in tokens one by one and ends once. It needs `num_pending` more
+    positions through the model: several are prefill, one is decode.
 
-    It needs `num_pending` more positions through the model: several are prefill, one is decode.
-    Counts are in tokens. `priority`: lower goes first; `preemptible`: while it runs, it makes
-    way for those of a lower number that wait. `online`: somebody waits for it. `adapter`: 0 for
-    the model alone. `task`: what it is computed for. `slot`, `block_table`: its seat in the batch
-    and its blocks, while it runs. `group`: the prompt it answers, `index`: which of that prompt's
+    Counts are in tokens. `priority`: lower goes first; `preemptible`: while it runs, it makes way
+    for those of a lower number that wait. `online`: somebody waits for it. `adapter`: 0 for the
+    model alone. `task`: what it is computed for. `slot`, `block_table`: its seat in the batch and
+    its blocks, while it runs. `group`: the prompt it answers, `index`: which of that prompt's
     answers it is."""
 
     request_id: str
@@ -119,11 +119,6 @@ class RequestFields:
     @property
     def max_len(self) -> int:
         return len(self.prompt_ids) + self.max_tokens
-
-# %% ../../nbs/2_core/10c_request.ipynb #46a9e24e
-@dataclass(eq=False)
-class Request(RequestFields):
-    "A sequence on its way, which takes in tokens one by one and ends once."
 
     @property
     def first_logits(self) -> int:

@@ -19,9 +19,8 @@ from ..errors import BatchError
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'GROW', 'BESIDE', 'Name', 'root_of', 'RequestMemory', 'SlotTable', 'coming_chunks', 'worth_waiting', 'Seats',
-           'StepShares', 'SafeProposer', 'StepDrafts', 'StepPlanner', 'RequestLists', 'RequestQueue', 'RequestEnds',
-           'RowResults', 'Scheduler']
+__all__ = ['log', 'GROW', 'BESIDE', 'Name', 'root_of', 'SlotTable', 'coming_chunks', 'worth_waiting', 'SafeProposer',
+           'StepPlanner', 'Scheduler']
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #e2879d39
 GROW = 64  # tokens that every running request is left room for when another is let in
@@ -32,9 +31,10 @@ def root_of(r: Request) -> bytes:
     "What the KV of `r` depends on besides its tokens, in this process: the number of its adapter."
     return b"adapter %d" % r.adapter if r.adapter else b""
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #a651084d
-class RequestMemory:
-    """What requests that run hold of a `pool` of blocks, and what others would find and take.
+# %% ../../nbs/2_core/11_scheduler.ipynb #578016f4
+class SlotTable:
+    """The requests that run: each has a slot, a seat in the batch, and its keys and values in
+    blocks of `pool`, which others may find and take.
 
     `running`: in the order in which they entered. `free`: the slots that nobody has, a heap.
     `root_of`: what the KV of a request depends on besides its tokens."""
@@ -71,10 +71,7 @@ class RequestMemory:
         end = min(r.num_tokens + GROW, r.max_len)
         return max(0, self.pool.blocks_for(end) - len(r.block_table))
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #578016f4
-class SlotTable(RequestMemory):
-    """The requests that run: each has a slot, a seat in the batch, and its keys and values in
-    blocks of `pool`. See `RequestMemory`."""
+    # in and out
 
     def enter(self, r: Request, hit: Hit) -> list[tuple[int, int, int]]:
         "Give `r` a slot, and what is there of it. Returns the copies to be made."
@@ -171,109 +168,6 @@ def _count(ledger: Ledger, row: Row, accepted: int = 0) -> None:
     ledger.drafted += len(row.draft_ids)
     row.request.num_seen = max(row.request.num_seen, end)
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #c236c4b3
-class Seats:
-    "Seats and memory in the plan of one step, for requests that are in it or want to be."
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.slots = scheduler.slots
-        self.plan = StepPlan()
-        self.budget = scheduler.max_num_batched_tokens
-        self.reserved = 0  # of it, for preemptible requests under way
-
-    def put(self, r: Request, n: int) -> bool:
-        """A row for the next `n` positions of `r`; while memory is short, preempts the last in
-        rank. Returns whether `r` still runs."""
-        while r.slot is not None and not self.slots.grow(r, r.num_computed_tokens + n):
-            self.take_out(self.victim())
-        if r.slot is None:
-            return False
-        self.plan.rows.append(Row(r, r.num_computed_tokens, n))
-        return True
-
-    def victim(self) -> Request:
-        return max(self.slots.running, key=lambda r: r.rank)
-
-    def take_out(self, r: Request) -> int:
-        """Preempt `r`, a running request, in the middle of the plan. Returns the positions that
-        it had there."""
-        n = sum(row.n_tokens for row in self.plan.rows if row.request is r)
-        self.plan.rows = [row for row in self.plan.rows if row.request is not r]
-        self.plan.preempted.append(r)
-        self.scheduler.preempt(r)
-        return n
-
-    def is_full(self) -> bool:
-        return len(self.slots.running) >= self.scheduler.max_num_seqs
-
-    def has_seat(self, r: Request) -> bool:
-        "Whether a slot is free, or would be given up for `r`."
-        return not self.is_full() or self.makes_way(r) is not None
-
-    def makes_way(self, r: Request) -> Request | None:
-        "The last in rank of those that make way for `r`, or None."
-        able = (
-            x
-            for x in self.slots.running
-            if x.preemptible
-            and x.priority > r.priority
-            and x.rank > r.rank
-            and x not in self.plan.admitted
-        )
-        return max(able, key=lambda x: x.rank, default=None)
-
-    def make_room(self, r: Request, hit: Hit) -> bool:
-        """A slot and memory for `r`, if need be from those that make way for it. Returns whether
-        there is both."""
-        while self.is_full() or not self.slots.has_room(r, hit):
-            other = self.makes_way(r)
-            if other is None:
-                return False
-            self.budget += self.take_out(other)
-        return True
-
-# %% ../../nbs/2_core/11_scheduler.ipynb #17a39d6a
-class StepShares(Seats):
-    "How many positions of a step each request may have, and its rows for them."
-
-    def left(self, r: Request) -> int:
-        "How many positions of the step `r` may still have, as far as `allowance` is concerned."
-        if self.scheduler.allowance is None or not r.preemptible:
-            return self.scheduler.max_num_batched_tokens
-        theirs = sum(row.n_tokens for row in self.plan.rows if row.request.preemptible)
-        return self.scheduler.allowance - theirs - self.reserved
-
-    def share(self, r: Request) -> int:
-        "How many positions `r` gets."
-        if not self.scheduler.chunked:
-            return r.num_pending
-        return min(r.num_pending, self.budget, self.left(r))
-
-    def fits(self, r: Request) -> bool:
-        """Whether the budget is enough for `r` to begin: in chunks always, whole only if it is
-        alone or as short as that."""
-        return self.scheduler.chunked or not self.plan.rows or r.num_tokens <= self.budget
-
-    def decode(self, requests: list[Request]) -> None:
-        "A position for each of `requests`; the preemptible ones beyond the allowance stand still."
-        allowance = self.scheduler.allowance
-        if allowance is not None and self.scheduler.block_size:
-            still = {*[r for r in requests if r.preemptible][allowance:]}
-            requests = [r for r in requests if r not in still]
-        self.budget -= len(requests)
-        for r in requests:
-            self.put(r, 1)
-
-    def prefill(self, requests: list[Request]) -> None:
-        "Go on with those of `requests` that still run, as far as the budget goes."
-        for r in requests:
-            n = self.share(r)
-            if n <= 0:
-                break
-            if self.put(r, n):
-                self.budget -= n
-
 # %% ../../nbs/2_core/11_scheduler.ipynb #71923ba9
 class SafeProposer:
     """A `proposer` whose exceptions cost guesses and nothing else: the first is logged.
@@ -317,36 +211,19 @@ class SafeProposer:
         "The step took `seconds`, or broke off after them."
         self._done(self.proposer.timed, seconds)
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #f2539c53
-class StepDrafts(StepShares):
-    "Guesses of tokens that come next, which a step checks beside its work."
-
-    def draft(self) -> None:
-        """Let the proposer guess the next tokens of decoding requests, as far as budget and memory
-        go: none is preempted for a guess."""
-        proposer = self.scheduler.proposer
-        if proposer is None or self.plan.preempted:
-            return
-        proposer.begin(self.plan)
-        self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
-        for row in self.plan.rows:
-            r = row.request
-            most = min(self.budget, r.max_tokens - len(r.output_ids) - 1)
-            stands_back = r.preemptible and self.scheduler.allowance is not None
-            if row.n_tokens > 1 or not row.samples or most < 1 or stands_back:
-                continue
-            ids = proposer.draft_ids(r, most)
-            if ids and self.slots.grow(r, r.num_tokens + len(ids)):
-                row.draft_ids, row.n_tokens = ids, 1 + len(ids)
-                proposer.taken(r, len(ids))
-                self.budget -= len(ids)
-
 # %% ../../nbs/2_core/11_scheduler.ipynb #61f71b6a
-class StepPlanner(StepDrafts):
+class StepPlanner:
     """Makes the plan of one step of `scheduler`: decoding requests, then prefills under way,
     then requests that wait; see `share_out` for where somebody waits for an answer.
 
     `budget`: how many positions are left."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.slots = scheduler.slots
+        self.plan = StepPlan()
+        self.budget = scheduler.max_num_batched_tokens
+        self.reserved = 0  # of it, for preemptible requests under way
 
     def make(self) -> StepPlan:
         decodes, prefills = [], []
@@ -422,9 +299,147 @@ class StepPlanner(StepDrafts):
             self.budget -= n
             coming |= coming_chunks([r], chunk)
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #f383f9fc
-class RequestLists:
-    "The requests that wait and that run, and what a step may compute."
+    # how much of the step
+
+    def left(self, r: Request) -> int:
+        "How many positions of the step `r` may still have, as far as `allowance` is concerned."
+        if self.scheduler.allowance is None or not r.preemptible:
+            return self.scheduler.max_num_batched_tokens
+        theirs = sum(row.n_tokens for row in self.plan.rows if row.request.preemptible)
+        return self.scheduler.allowance - theirs - self.reserved
+
+    def share(self, r: Request) -> int:
+        "How many positions `r` gets."
+        if not self.scheduler.chunked:
+            return r.num_pending
+        return min(r.num_pending, self.budget, self.left(r))
+
+    def fits(self, r: Request) -> bool:
+        """Whether the budget is enough for `r` to begin: in chunks always, whole only if it is
+        alone or as short as that."""
+        return self.scheduler.chunked or not self.plan.rows or r.num_tokens <= self.budget
+
+    def decode(self, requests: list[Request]) -> None:
+        "A position for each of `requests`; the preemptible ones beyond the allowance stand still."
+        allowance = self.scheduler.allowance
+        if allowance is not None and self.scheduler.block_size:
+            still = {*[r for r in requests if r.preemptible][allowance:]}
+            requests = [r for r in requests if r not in still]
+        self.budget -= len(requests)
+        for r in requests:
+            self.put(r, 1)
+
+    def prefill(self, requests: list[Request]) -> None:
+        "Go on with those of `requests` that still run, as far as the budget goes."
+        for r in requests:
+            n = self.share(r)
+            if n <= 0:
+                break
+            if self.put(r, n):
+                self.budget -= n
+
+    # slots and memory
+
+    def put(self, r: Request, n: int) -> bool:
+        """A row for the next `n` positions of `r`; while memory is short, preempts the last in
+        rank. Returns whether `r` still runs."""
+        while r.slot is not None and not self.slots.grow(r, r.num_computed_tokens + n):
+            self.take_out(self.victim())
+        if r.slot is None:
+            return False
+        self.plan.rows.append(Row(r, r.num_computed_tokens, n))
+        return True
+
+    def victim(self) -> Request:
+        return max(self.slots.running, key=lambda r: r.rank)
+
+    def take_out(self, r: Request) -> int:
+        """Preempt `r`, a running request, in the middle of the plan. Returns the positions that
+        it had there."""
+        n = sum(row.n_tokens for row in self.plan.rows if row.request is r)
+        self.plan.rows = [row for row in self.plan.rows if row.request is not r]
+        self.plan.preempted.append(r)
+        self.scheduler.preempt(r)
+        return n
+
+    def is_full(self) -> bool:
+        return len(self.slots.running) >= self.scheduler.max_num_seqs
+
+    def has_seat(self, r: Request) -> bool:
+        "Whether a slot is free, or would be given up for `r`."
+        return not self.is_full() or self.makes_way(r) is not None
+
+    def makes_way(self, r: Request) -> Request | None:
+        "The last in rank of those that make way for `r`, or None."
+        able = (
+            x
+            for x in self.slots.running
+            if x.preemptible
+            and x.priority > r.priority
+            and x.rank > r.rank
+            and x not in self.plan.admitted
+        )
+        return max(able, key=lambda x: x.rank, default=None)
+
+    def make_room(self, r: Request, hit: Hit) -> bool:
+        """A slot and memory for `r`, if need be from those that make way for it. Returns whether
+        there is both."""
+        while self.is_full() or not self.slots.has_room(r, hit):
+            other = self.makes_way(r)
+            if other is None:
+                return False
+            self.budget += self.take_out(other)
+        return True
+
+    # drafts
+
+    def draft(self) -> None:
+        """Let the proposer guess the next tokens of decoding requests, as far as budget and memory
+        go: none is preempted for a guess."""
+        proposer = self.scheduler.proposer
+        if proposer is None or self.plan.preempted:
+            return
+        proposer.begin(self.plan)
+        self.budget = self.scheduler.max_num_batched_tokens - self.plan.num_tokens
+        for row in self.plan.rows:
+            r = row.request
+            most = min(self.budget, r.max_tokens - len(r.output_ids) - 1)
+            stands_back = r.preemptible and self.scheduler.allowance is not None
+            if row.n_tokens > 1 or not row.samples or most < 1 or stands_back:
+                continue
+            ids = proposer.draft_ids(r, most)
+            if ids and self.slots.grow(r, r.num_tokens + len(ids)):
+                row.draft_ids, row.n_tokens = ids, 1 + len(ids)
+                proposer.taken(r, len(ids))
+                self.budget -= len(ids)
+
+# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b69
+class Scheduler:
+    """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
+
+    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
+    `max_num_batched_tokens` positions: first one for every decoding request, then prefills go on
+    in chunks, then new requests enter, in the order of priority and arrival: a level of priority
+    is worth `patience` places in the queue. Where somebody waits for an answer, prompts are
+    computed side by side: `StepPlanner.share_out`.
+
+    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit).
+    When they run out, the last in rank is preempted, and computed again later. `block_size`,
+    `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models that see a sequence from
+    both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may
+    not enter now; others may pass such a request, up to `patience` of them. `root_of(request)`: what
+    KV depends on besides tokens, which is the same in all processes that share a second tier.
+    `proposer`: guesses the next tokens of requests, which a step then checks.
+
+    `allowance`: how many of a step's positions preemptible requests may have at most (None: as
+    many as there are); those that get none stand still, with all that they have. `shares`: of
+    the last plan, positions of the others, their rows, and those of the preemptible. `planner`:
+    the class that makes the plan of a step.
+
+    `waiting`: by rank; `running`; `ledger`: the positions that its steps computed, recomputed
+    and reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill
+    in chunks beside decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in
+    blocks is vLLM's (Kwon et al. 2023)."""
 
     planner = StepPlanner
 
@@ -482,9 +497,7 @@ class RequestLists:
         "Whether a request waits or runs that is not preemptible."
         return any(not r.preemptible for queue in (self.running, self.waiting) for r in queue)
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #b90e13d9
-class RequestQueue(RequestLists):
-    "The requests that wait, by rank, and those that run. See `Scheduler` for the arguments."
+    # requests come
 
     def add(self, request: Request) -> Request:
         """Queue `request` and return it. Raises `BatchError` if it has no tokens, or may grow
@@ -541,9 +554,7 @@ class RequestQueue(RequestLists):
     def _wait(self, r: Request) -> None:
         insort(self.waiting, r, key=lambda r: r.rank)
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #c466f8d3
-class RequestEnds(RequestQueue):
-    "Takes requests out: when they end, are preempted, or all is given up."
+    # and go
 
     def finish(
         self, request: Request, reason: str, error: str | None = None, keep: bool = True
@@ -583,9 +594,7 @@ class RequestEnds(RequestQueue):
             b.refs = 0  # copies in flight
         self.pool.clear()
 
-# %% ../../nbs/2_core/11_scheduler.ipynb #cd67d20d
-class RowResults(RequestEnds):
-    "Gives requests what the rows of a step came to."
+    # a step
 
     def settle(self, row: Row, out: RowOutput) -> bool:
         """`row` came to `out`: append its tokens, count them, and keep what is computed. Whether
@@ -608,34 +617,6 @@ class RowResults(RequestEnds):
         if self.proposer is not None:
             self.proposer.note(r, drafted, accepted)
         return bool(out.token_ids or reason)
-
-# %% ../../nbs/2_core/11_scheduler.ipynb #61f71b69
-class Scheduler(RowResults):
-    """Decides at every step which requests are in it and with how many tokens. No tensor, no model.
-
-    At most `max_num_seqs` requests run at once, each in a slot of its own. A step has at most
-    `max_num_batched_tokens` positions: first one for every decoding request, then prefills go on
-    in chunks, then new requests enter, in the order of priority and arrival: a level of priority
-    is worth `patience` places in the queue. Where somebody waits for an answer, prompts are
-    computed side by side: `StepPlanner.share_out`.
-
-    `max_kv_tokens`, or a `budget` shared with others: the most tokens of KV (None: no limit).
-    When they run out, the last in rank is preempted, and computed again later. `block_size`,
-    `prefix_caching`: the `BlockPool`'s. `chunked=False`, for models that see a sequence from
-    both ends: prompts enter whole. `may_enter(request, running)`: a feature's rule for who may
-    not enter now; others may pass such a request, up to `patience` of them. `root_of(request)`: what
-    KV depends on besides tokens, which is the same in all processes that share a second tier.
-    `proposer`: guesses the next tokens of requests, which a step then checks.
-
-    `allowance`: how many of a step's positions preemptible requests may have at most (None: as
-    many as there are); those that get none stand still, with all that they have. `shares`: of
-    the last plan, positions of the others, their rows, and those of the preemptible. `planner`:
-    the class that makes the plan of a step.
-
-    `waiting`: by rank; `running`; `ledger`: the positions that its steps computed, recomputed
-    and reused. Raises `BatchError`. Scheduling by iteration is Orca's (Yu et al. 2022); prefill
-    in chunks beside decode under a token budget is Sarathi-Serve's (Agrawal et al. 2024); KV in
-    blocks is vLLM's (Kwon et al. 2023)."""
 
     def schedule(self) -> StepPlan:
         """The next `StepPlan`; no rows if there is nothing to do. Carry it out and call `update`

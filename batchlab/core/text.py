@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['IncrementalDecoder', 'StopScanner', 'Aside', 'DetokenizedText', 'Detokenizer']
+__all__ = ['IncrementalDecoder', 'StopScanner', 'Spelled', 'Aside', 'Detokenizer']
 
 # %% ../../nbs/2_core/text.ipynb #58ce2b7f
 import itertools
@@ -18,7 +18,6 @@ from .tokens import Vocabulary, vocabulary_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from batchlab.core.params import SamplingParams
-    from batchlab.core.sampling import Logprob
 
 
 def _window(vocabulary: Vocabulary, ids: Sequence[int], skip: bool) -> tuple[list[int], str]:
@@ -153,6 +152,12 @@ class StopScanner:
         return self.add("", last=True)
 
 # %% ../../nbs/2_core/text.ipynb #21d13cc7
+class Spelled(Protocol):
+    "What has the text that a token adds: a `Logprob`."
+
+    decoded_token: str | None
+
+
 class Aside(Protocol):
     """Tells the tokens of an answer from those that are kept apart from it, one after the other."""
 
@@ -168,20 +173,40 @@ def _check_stop(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | Non
             field="stop",
         )
 
-# %% ../../nbs/2_core/text.ipynb #kept00001
-class DetokenizedText:
-    "The text that was given out so far, and what was kept apart from it."
+# %% ../../nbs/2_core/text.ipynb #a630acf2
+class Detokenizer:
+    """The text of one request as it grows, behind `prompt_ids`: whole characters, without
+    special tokens, cut at a stop string.
 
-    _parts: list[str]
-    _kept: list[str] | None
-    _scanner: StopScanner
-    _num_told: int = 0
-    num_kept: int = 0
-    num_tokens: int = 0
-    params: SamplingParams
-    _decoder: IncrementalDecoder | None
-    _answers: bool  # whether the last token was the answer's
-    _bare: bool  # whether blanks are left out
+    `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or
+    with `detokenize=False`, all text is ''. What `aside` keeps apart stands in `kept`, and its
+    tokens are counted in `num_kept`. Raises `ParamError` for `params.stop` without a tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        aside: Aside | None = None,
+    ) -> None:
+        _check_stop(params, tokenizer)
+        self.params = params
+        self.num_tokens = self.num_kept = 0
+        self._parts: list[str] = []
+        self._aside = aside
+        self._kept: list[str] | None = None if aside is None else []
+        self._num_told = 0  # parts of it that `new_kept` gave
+        self._answers = True  # whether the last token was the answer's
+        self._bare = False  # whether blanks are left out
+        self._last: Spelled | None = None  # of the token that came last
+        self._decoder = (
+            IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
+            if tokenizer is not None and params.detokenize
+            else None
+        )
+        self._scanner = StopScanner(
+            params.stop or (), params.include_stop_str_in_output, params.stop_until or ()
+        )
 
     @property
     def text(self) -> str:
@@ -203,58 +228,7 @@ class DetokenizedText:
         start, self._num_told = self._num_told, len(self._kept)
         return "".join(self._kept[start:])
 
-    def _give(self, text: str) -> str:
-        self._parts.append(text)
-        return text
-
-    def _turn(self, decoder: IncrementalDecoder, token_id: int) -> str:
-        "Settle what came before the mark `token_id`, and begin anew behind it."
-        new = self._settle(decoder.finish())
-        self._decoder = IncrementalDecoder(decoder.tokenizer, decoder.skip, [token_id])
-        self._bare = True
-        return new
-
-    def _settle(self, text: str) -> str:
-        "What of `text` is to be shown; blanks behind a mark are left out."
-        if self._bare:
-            text = text.lstrip()
-            self._bare = not text
-        if not self._answers and self._kept is not None:
-            self._kept.append(text)
-            return ""
-        return self._give(self._scanner.add(text, self.num_tokens > self.params.min_tokens))
-
-# %% ../../nbs/2_core/text.ipynb #a630acf2
-class Detokenizer(DetokenizedText):
-    """The text of one request as it grows, behind `prompt_ids`: whole characters, without
-    special tokens, cut at a stop string.
-
-    `text` is what was given out so far, `stopped` the stop string found. Without tokenizer, or
-    with `detokenize=False`, all text is ''. What `aside` keeps apart stands in `kept`, and its
-    tokens are counted in `num_kept`. Raises `ParamError` for `params.stop` without a tokenizer."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        params: SamplingParams,
-        prompt_ids: Sequence[int] = (),
-        aside: Aside | None = None,
-    ) -> None:
-        _check_stop(params, tokenizer)
-        self.params, self._parts = params, []
-        self._last: Logprob | None = None  # of the token that came last
-        self._aside, self._kept = aside, None if aside is None else []
-        self._answers, self._bare = True, False
-        self._decoder = (
-            IncrementalDecoder(tokenizer, params.skip_special_tokens, prompt_ids)
-            if tokenizer is not None and params.detokenize
-            else None
-        )
-        self._scanner = StopScanner(
-            params.stop or (), params.include_stop_str_in_output, params.stop_until or ()
-        )
-
-    def add(self, token_id: int, ended: bool = False, logprob: Logprob | None = None) -> str:
+    def add(self, token_id: int, ended: bool = False, logprob: Spelled | None = None) -> str:
         """The new text to show, maybe ''. `ended`: this is the EOS or stop token, whose own text
         is left out.
 
@@ -284,3 +258,24 @@ class Detokenizer(DetokenizedText):
             self._last.decoded_token = (self._last.decoded_token or "") + text
         text = self._settle(text)
         return text + ("" if self.stopped is not None else self._give(self._scanner.finish()))
+
+    def _give(self, text: str) -> str:
+        self._parts.append(text)
+        return text
+
+    def _turn(self, decoder: IncrementalDecoder, token_id: int) -> str:
+        "Settle what came before the mark `token_id`, and begin anew behind it."
+        new = self._settle(decoder.finish())
+        self._decoder = IncrementalDecoder(decoder.tokenizer, decoder.skip, [token_id])
+        self._bare = True
+        return new
+
+    def _settle(self, text: str) -> str:
+        "What of `text` is to be shown; blanks behind a mark are left out."
+        if self._bare:
+            text = text.lstrip()
+            self._bare = not text
+        if not self._answers and self._kept is not None:
+            self._kept.append(text)
+            return ""
+        return self._give(self._scanner.add(text, self.num_tokens > self.params.min_tokens))

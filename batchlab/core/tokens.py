@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['make_twin', 'own_tokenizer', 'ids_of_text', 'cut_text', 'TokenReader', 'Vocabulary', 'vocabulary_of', 'word_ids']
+__all__ = ['make_twin', 'own_tokenizer', 'ids_of_text', 'cut_text', 'Vocabulary', 'vocabulary_of', 'word_ids']
 
 # %% ../../nbs/2_core/tokens.ipynb #tok00015
 def make_twin(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -100,13 +100,16 @@ def _byte_letters() -> dict[str, int]:
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
-# %% ../../nbs/2_core/tokens.ipynb #tok00010-1
-class TokenReader:
-    "Reads the text and the bytes of single tokens of `tokenizer`."
+# %% ../../nbs/2_core/tokens.ipynb #416b8213
+class Vocabulary:
+    """What the single tokens of `tokenizer` are, each looked up once. `vocabulary_of` keeps one
+    for each tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.anchor: tuple[list[int], str] | None = None
+        self.found = dict[int, tuple[str, bytes]]()
+        self.skips = dict[int, bool]()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         "The text of `ids`, as the tokenizer has it."
@@ -114,6 +117,29 @@ class TokenReader:
             [*ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def skipped(self, i: int) -> bool:
+        "Whether token `i` is left out of a text without special tokens."
+        if i not in self.skips:
+            self.skips[i] = self.decode([i]) != self.decode([i], True)
+        return self.skips[i]
+
+    def text(self, i: int) -> str:
+        "The text of token `i` behind other text, U+FFFD for bytes that are no whole character."
+        return self._look_up(i)[0]
+
+    def bytes_of(self, i: int) -> bytes:
+        "The bytes of token `i`: together those of all tokens of a text are its UTF-8."
+        return self._look_up(i)[1]
+
+    def _look_up(self, i: int) -> tuple[str, bytes]:
+        if i not in self.found:
+            text = self._behind_anchor(i)
+            self.found[i] = (
+                text,
+                self._named_bytes(i, text) if "\ufffd" in text else text.encode("utf-8", "replace"),
+            )
+        return self.found[i]
 
     def _behind_anchor(self, i: int) -> str:
         if self.anchor is None:
@@ -143,38 +169,6 @@ class TokenReader:
         letters = _byte_letters()
         spelled = bytes(letters[c] for c in name) if all(c in letters for c in name) else b""
         return spelled if spelled and spelled.decode("utf-8", "replace") == text else text.encode()
-
-# %% ../../nbs/2_core/tokens.ipynb #416b8213
-class Vocabulary(TokenReader):
-    """What the single tokens of `tokenizer` are, each looked up once. `vocabulary_of` keeps one
-    for each tokenizer."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(tokenizer)
-        self.found, self.skips = dict[int, tuple[str, bytes]](), dict[int, bool]()
-
-    def skipped(self, i: int) -> bool:
-        "Whether token `i` is left out of a text without special tokens."
-        if i not in self.skips:
-            self.skips[i] = self.decode([i]) != self.decode([i], True)
-        return self.skips[i]
-
-    def text(self, i: int) -> str:
-        "The text of token `i` behind other text, U+FFFD for bytes that are no whole character."
-        return self._look_up(i)[0]
-
-    def bytes_of(self, i: int) -> bytes:
-        "The bytes of token `i`: together those of all tokens of a text are its UTF-8."
-        return self._look_up(i)[1]
-
-    def _look_up(self, i: int) -> tuple[str, bytes]:
-        if i not in self.found:
-            text = self._behind_anchor(i)
-            self.found[i] = (
-                text,
-                self._named_bytes(i, text) if "\ufffd" in text else text.encode("utf-8", "replace"),
-            )
-        return self.found[i]
 
 # %% ../../nbs/2_core/tokens.ipynb #tok00010-2
 _VOCABULARIES: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()

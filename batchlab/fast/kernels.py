@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'TiledCache', 'shared_prefixes', 'prefix_groups', 'AttentionWorklist', 'layout', 'layout_whole', 'whole_rows',
-           'attend_rows', 'attend_both_ways', 'check_kernels', 'load_kernels', 'KernelLayout', 'KernelStep',
-           'usable_kernels', 'KernelBackend', 'open_backend']
+           'attend_rows', 'attend_both_ways', 'check_kernels', 'load_kernels', 'KernelStep', 'usable_kernels',
+           'KernelBackend', 'open_backend']
 
 # %% ../../nbs/4_fast/21_attention.ipynb #c7a1e020
 import functools, itertools, logging, math, sys
@@ -395,11 +395,10 @@ def load_kernels() -> Kernels:
     check_kernels(kernels)
     return kernels
 
-# %% ../../nbs/4_fast/21_attention.ipynb #4b0acb19
-class KernelLayout(PackedStep):
-    """What a step on the kernels goes through: prefixes that rows share, whole rows, and the ends
-    that torch would read. Its cache is a `TiledCache`.
-    """
+# %% ../../nbs/4_fast/21_attention.ipynb #6e192d33
+class KernelStep(PackedStep):
+    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The
+    cache is a `TiledCache`; rows that see both ways have no need of it."""
 
     def __init__(self, cache: KVCache, batch: Batch, kernels: Kernels) -> None:
         super().__init__(cache, batch)
@@ -446,11 +445,6 @@ class KernelLayout(PackedStep):
             and q.shape[1] // k.shape[1] <= ROWS
             and TiledCache.suits([shape], q.dtype)
         )
-
-# %% ../../nbs/4_fast/21_attention.ipynb #6e192d33
-class KernelStep(KernelLayout):
-    """As `PackedStep`, its attention on `kernels` where these can do what a layer asks for. The
-    cache is a `TiledCache`; rows that see both ways have no need of it."""
 
     def run(
         self,

@@ -8,16 +8,15 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'find_compiler',
            'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm',
-           'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'row_addresses', 'PackingKernels',
-           'ProductKernels', 'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores',
-           'limit_threads']
+           'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'row_addresses', 'Worklist', 'Kernels',
+           'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/4_fast/native.ipynb #042fc35f
 import contextlib, ctypes, hashlib, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import psutil
 import torch
@@ -25,9 +24,6 @@ import torch.nn.functional as F
 
 from ..errors import CompileError, ModelError
 from ..machine import cache_dir, compiler_target, processor_flags
-
-if TYPE_CHECKING:
-    from batchlab.fast.kernels import AttentionWorklist
 
 # %% ../../nbs/4_fast/native.ipynb #a6ad227b
 FLAGS = tuple(
@@ -277,9 +273,21 @@ class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
     def __missing__(self, key: tuple[str, torch.dtype]) -> Callable[..., None]:
         raise TypeError(f"the kernels are for fp32 and bf16, and this is {key[1]}")
 
-# %% ../../nbs/4_fast/native.ipynb #c7a1e001-1
-class PackingKernels:
-    "The compiled kernels of the library at `path` that make bytes of rows and pack weights."
+# %% ../../nbs/4_fast/native.ipynb #930b9483
+class Worklist(Protocol):
+    "Who attends to which blocks in a step: an `AttentionWorklist`."
+
+    num_tokens: int
+    blocks: torch.Tensor
+    query_rows: torch.Tensor
+    work_units: torch.Tensor
+
+
+class Kernels:
+    """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
+
+    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device,
+    or with gaps, raises `TypeError`."""
 
     def __init__(self, path: Path) -> None:
         self.path, library = path, ctypes.CDLL(str(path))
@@ -330,9 +338,7 @@ class PackingKernels:
         self.calls["pack_weight", d](rows.data_ptr(), out.data_ptr(), N, K)
         return out
 
-# %% ../../nbs/4_fast/native.ipynb #fd443e3c
-class ProductKernels(PackingKernels):
-    "Of the compiled kernels those that multiply by packed weights."
+    # products
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, n: int
@@ -366,15 +372,10 @@ class ProductKernels(PackingKernels):
         )
         return out
 
-# %% ../../nbs/4_fast/native.ipynb #930b9483
-class Kernels(ProductKernels):
-    """The compiled kernels, as methods on CPU tensors of fp32 or bf16. `path`: the library's.
-
-    The lengths of heads and rows are multiples of 16. A tensor of another dtype, size or device,
-    or with gaps, raises `TypeError`."""
+    # attention, and whole layers
 
     def attend(
-        self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: "AttentionWorklist"
+        self, z: Shape, q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, work: Worklist
     ) -> torch.Tensor:
         """`q` of T tokens against the blocks `K`, `V` of a layer as `z` says, for all of `work`:
         `[T, heads, dim_v]`."""

@@ -12,7 +12,7 @@ from ..errors import Message, Option
 from ..models.load import cpu_has_fast_bf16
 
 if TYPE_CHECKING:
-    from batchlab.api import LLM
+    from batchlab.llm.answers import Answers
 
 PACKED = "fused", "modules"  # backends whose weights can be of 8 bits
 
@@ -20,13 +20,13 @@ PACKED = "fused", "modules"  # backends whose weights can be of 8 bits
 __all__ = ['PACKED', 'advise', 'try_int8']
 
 # %% ../../nbs/6_jobs/advice.ipynb #adv00005
-def _about_slots(llm: LLM, requests: int, longest: int | None) -> Iterator[Message]:
+def _about_slots(llm: Answers, requests: int, longest: int | None) -> Iterator[Message]:
     "Whether fewer run at once than could."
-    limits, usual = llm.limits, 64 if llm.model.device.type == "cpu" else 256
-    if llm.strategy != "continuous":
+    limits, usual = llm.loaded.limits, 64 if llm.loaded.device.type == "cpu" else 256
+    if llm.loaded.settings.strategy != "continuous":
         yield Message(
             "{strategy} is there to compare with, and slower: leave it out",
-            strategy=Option("strategy", llm.strategy),
+            strategy=Option("strategy", llm.loaded.settings.strategy),
         )
     fit = limits.kv_tokens // longest if limits.kv_tokens and longest else usual
     could, now = min(requests, usual, fit), limits.max_num_seqs
@@ -49,14 +49,19 @@ def _about_slots(llm: LLM, requests: int, longest: int | None) -> Iterator[Messa
         )
 
 
-def _about_arithmetic(llm: LLM) -> Iterator[Message]:
+def _about_arithmetic(llm: Answers) -> Iterator[Message]:
     "Whether the model runs slower than it could, token for token the same or nearly so."
-    on_cpu, backend = llm.model.device.type == "cpu", llm.backend
-    if on_cpu and llm.compile is False:
+    on_cpu, backend = llm.loaded.model.device.type == "cpu", llm.loaded.backend
+    if on_cpu and llm.loaded.settings.compile is False:
         yield Message("compiled kernels are off: leave out {off}", off=Option("compile", False))
-    elif on_cpu and backend.why and backend.name not in PACKED and llm.strategy == "continuous":
+    elif (
+        on_cpu
+        and backend.why
+        and backend.name not in PACKED
+        and llm.loaded.settings.strategy == "continuous"
+    ):
         yield Message("it runs without the fast kernels: {why}", why=backend.why)
-    if str(llm.model.dtype) == "torch.float32" and (not on_cpu or cpu_has_fast_bf16()):
+    if str(llm.loaded.model.dtype) == "torch.float32" and (not on_cpu or cpu_has_fast_bf16()):
         yield Message(
             "fp32 takes twice the memory and time of bf16 on this device: give {dtype}, a little "
             "less exact",
@@ -65,7 +70,7 @@ def _about_arithmetic(llm: LLM) -> Iterator[Message]:
 
 # %% ../../nbs/6_jobs/advice.ipynb #adv00005-1
 def advise(
-    llm: LLM, requests: int, longest: int | None = None, shared: float = 0.0
+    llm: Answers, requests: int, longest: int | None = None, shared: float = 0.0
 ) -> list[Message]:
     """What would make `requests` faster in `llm`, the most important first; empty if nothing
     is wrong.
@@ -73,7 +78,7 @@ def advise(
     `longest`: tokens of the longest, prompt and answer; `shared`: the share of the prompts'
     tokens that an earlier prompt begins with too."""
     found = [*_about_slots(llm, requests, longest), *_about_arithmetic(llm)]
-    if shared > 0.1 and not llm.enable_prefix_caching:
+    if shared > 0.1 and not llm.loaded.settings.enable_prefix_caching:
         found.append(
             Message(
                 "{share:.0%} of the prompts are beginnings that an earlier one has too: leave "
@@ -85,12 +90,12 @@ def advise(
     return found
 
 
-def try_int8(llm: LLM) -> list[Message]:
+def try_int8(llm: Answers) -> list[Message]:
     "That weights of 8 bits may be faster, where they can be had and are not there yet."
-    if llm.quantization or llm.backend.name not in PACKED:
+    if llm.loaded.settings.quantization or llm.loaded.backend.name not in PACKED:
         return []
     why = "half as large as in bf16, which is faster where a step waits for them"
-    if any(hasattr(p, "groups") for p in llm.model.parameters()):
+    if any(hasattr(p, "groups") for p in llm.loaded.model.parameters()):
         why = "whole numbers when they are multiplied, which is faster for several requests at once"
     int8 = Option("quantization", "int8")
     return [Message(f"{{int8}} makes weights {why}, and a little less exact: try it", int8=int8)]

@@ -31,7 +31,7 @@ from .runner import good_order, model_digest
 from .tables import TABLES, file_kind, need_parquet, no_talk
 
 if TYPE_CHECKING:  # a dry run needs no torch
-    from batchlab.api import LLM
+    from batchlab.tasks.admit import AdaptedAnswers
 
 log = logging.getLogger("batchlab")
 _T = TypeVar("_T")
@@ -87,7 +87,9 @@ class Run:
 
     def __init__(self, job: Job, llm: Any, book: Ledgerbook, outbox: Outbox) -> None:
         self.job, self.llm, self.book, self.outbox, self.result = job, llm, book, outbox, job.result
-        self.room = llm.limits.max_num_seqs * (5 if llm.strategy == "continuous" else 16) // 4 + 1
+        self.room = (
+            llm.limits.max_num_seqs * (5 if llm.settings.strategy == "continuous" else 16) // 4 + 1
+        )
         self.remarks = Remarks(job.warn)
         self.names = ModelNames.of(llm, job.model_name, job.any_model)
         self.new_errors = 0  # failures of this run
@@ -156,17 +158,17 @@ class LocalRun(Run):
 
     def steps(self) -> Generator[None, None, None]:
         runner = LineRunner(self.job, self.llm, self.result, self.settle)
-        before = self.llm.stats().loaded_blocks
+        before = self.llm.loop.stats().loaded_blocks
         source = in_good_order(self, runner.admit, self.outlines)
         try:
             while self.fill(runner, source):
-                self.llm.step()
+                self.llm.loop.step()
                 runner.collect()
                 yield
         finally:
             runner.abandon()
-            loaded = self.llm.stats().loaded_blocks - before
-            self.result.stored_tokens = loaded * (self.llm.backend.block_size or 0)
+            loaded = self.llm.loop.stats().loaded_blocks - before
+            self.result.stored_tokens = loaded * (self.llm.loaded.backend.block_size or 0)
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-1
 def lock(path: str | Path, stack: ExitStack) -> None:
@@ -393,7 +395,7 @@ def check_open(job: Job, book: Ledgerbook) -> None:
         )
 
 
-def complete(job: Job, llm: LLM | Callable[[], LLM]) -> JobResult:
+def complete(job: Job, llm: AdaptedAnswers | Callable[[], AdaptedAnswers]) -> JobResult:
     "Answer the lines of `job` that have no answer yet. See `Job.run`."
     job.check()
     with ExitStack() as stack:
@@ -460,7 +462,7 @@ class Job(JobOutput):
         "The `Run` of this job with `llm`; the files of `outbox` are open."
         return LocalRun(self, llm, book, outbox)
 
-    def run(self, llm: LLM | Callable[[], LLM]) -> JobResult:
+    def run(self, llm: AdaptedAnswers | Callable[[], AdaptedAnswers]) -> JobResult:
         """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
 
         `llm`: an `LLM`, or a function that makes one. Raises `JobError`. After it, a
@@ -472,7 +474,9 @@ class Job(JobOutput):
         self.check()
         return plan_without_model(self)
 
-    def plan(self, llm: LLM, calibrate: bool = True, memory_bytes: int | None = None) -> JobPlan:
+    def plan(
+        self, llm: AdaptedAnswers, calibrate: bool = True, memory_bytes: int | None = None
+    ) -> JobPlan:
         """The `JobPlan` with `llm`; `calibrate` tries some requests for a few tokens;
         `memory_bytes`: what it must fit into, see `LLM.plan`. Writes nothing."""
         self.check()

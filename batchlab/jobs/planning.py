@@ -21,7 +21,7 @@ from .runner import ModelNames, admit_line
 from .schema import BadRequest
 
 if TYPE_CHECKING:  # a dry run needs no torch
-    from batchlab.api import LLM
+    from batchlab.tasks.admit import AdaptedAnswers
     from batchlab.jobs.job import Job
     from batchlab.llm.outputs import MemoryPlan, RequestGroup, StreamEvent
 
@@ -112,8 +112,6 @@ def counted(p: JobPlan, spell: Callable[[Option], str] = str) -> list[str]:
             f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
             f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
         ]
-        if m.estimate:
-            lines += ["time: not estimated, as that takes the weights"]
     elif p.requests:
         lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
     return lines
@@ -196,21 +194,21 @@ def plan_without_model(job: Job) -> JobPlan:
 Rates = tuple[float, float]  # tokens a second, the least and the most
 
 
-def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
+def speed(llm: AdaptedAnswers, prompts: list[list[int]], more: int) -> tuple[float, float]:
     """Prompt tokens a second until each of `prompts` (ids) has its first token, and output
     tokens a second while each gets `more` of them."""
     begun, busy = set[str](), True
     got: list[StreamEvent] = []
-    llm.reset_prefix_cache()
-    for ids in prompts:
-        llm.add_request(
-            ids, SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0), got.append
-        )
+    from batchlab.llm.inputs import read_prompts
+
+    params = SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0)
+    llm.loop.forget_prefixes()
+    llm.loop.submit(llm.admit(read_prompts(prompts, False, params), got.append))
     start = read = now = time.perf_counter()
     written = 0
     while busy:
         got.clear()
-        busy = llm.step()
+        busy = llm.loop.step()
         now, fresh = time.perf_counter(), {e.request_id for e in got} - begun
         begun |= fresh
         if fresh:
@@ -221,7 +219,7 @@ def speed(llm: LLM, prompts: list[list[int]], more: int) -> tuple[float, float]:
 
 # %% ../../nbs/6_jobs/planning.ipynb #bf4f56aa
 def rates(
-    llm: LLM, prompts: list[list[int]], budget: int = 4096, more: int = 16
+    llm: AdaptedAnswers, prompts: list[list[int]], budget: int = 4096, more: int = 16
 ) -> tuple[Rates, Rates, int]:
     """Prompt tokens and output tokens a second of `llm`, and how many prompts it was tried on:
     the first of `prompts` (ids), `budget` tokens in all.
@@ -230,7 +228,7 @@ def rates(
     together, of which each is cut."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
     rows = min(len(prompts), budget // 64)
-    room = max(1, (llm.max_model_len or sys.maxsize) - more - 2)
+    room = max(1, (llm.loaded.max_model_len or sys.maxsize) - more - 2)
     whole, cut = (
         [ids[:room] for ids in prompts[:n]],
         [ids[: min(room, budget // rows)] for ids in prompts[:rows]],
@@ -244,17 +242,19 @@ def rates(
     return (min(read), max(read)), (min(written), max(written)), n
 
 # %% ../../nbs/6_jobs/planning.ipynb #84b2587e-1
-def reading_rates(llm: LLM, texts: list[tuple[list[int], Any]]) -> tuple[Rates, int]:
+def reading_rates(llm: AdaptedAnswers, texts: list[tuple[list[int], Any]]) -> tuple[Rates, int]:
     """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried:
     the first of `texts`, pairs of ids and `PoolingParams`, 4096 tokens in all."""
+    from batchlab.llm.answers import finished
+    from batchlab.llm.inputs import read_prompts
+
     n = max(1, sum(total <= 4096 for total in itertools.accumulate(len(ids) for ids, _ in texts)))
 
     def seconds() -> float:
-        llm.reset_prefix_cache()
+        llm.loop.forget_prefixes()
         start = time.perf_counter()
-        for _ in llm.iter_outputs(
-            [ids for ids, _ in texts[:n]], [params for _, params in texts[:n]]
-        ):
+        asked = [ids for ids, _ in texts[:n]], False, [params for _, params in texts[:n]]
+        for _ in finished(llm.events(read_prompts(*asked), longest_first=True)):
             pass
         return time.perf_counter() - start
 
@@ -293,11 +293,15 @@ def prompts_of(group: RequestGroup) -> list[tuple[int, list[int], Params]]:
 
 # %% ../../nbs/6_jobs/planning.ipynb #bd3c860d
 def plan_with_model(
-    job: Job, llm: LLM, calibrate: bool = True, memory_bytes: int | None = None
+    job: Job, llm: AdaptedAnswers, calibrate: bool = True, memory_bytes: int | None = None
 ) -> JobPlan:
     """The `JobPlan` of `job` with `llm`, block by block; `calibrate` tries some requests for a few
-    tokens, if `llm` has its weights; `memory_bytes`: see `LLM.plan`."""
-    p, sample = JobPlan(limits=llm.limits), PromptSample(llm.limits.max_num_seqs)
+    tokens; `memory_bytes`: see `LLM.plan`."""
+    from batchlab.jobs.advice import advise, try_int8
+    from batchlab.llm.inputs import read_prompts
+    from batchlab.tasks.plan import make_plan
+
+    p, sample = JobPlan(limits=llm.loaded.limits), PromptSample(llm.loaded.limits.max_num_seqs)
     params, seen, alike = ParamsCache(job.sampling_params), set[Any](), 0
     names = ModelNames.of(llm, job.model_name, job.any_model)
     for i, line in enumerate(noted(p, job, names)):
@@ -308,7 +312,7 @@ def plan_with_model(
             fail(p, line)
             continue
         prompts = prompts_of(group)
-        if llm.causal:  # further answers to one prompt share it
+        if llm.loaded.causal:  # further answers to one prompt share it
             again = len(group.requests) - len(prompts)
             alike += again * (len(prompts[0][1]) - 1)
             alike += sum(sharing(seen, ids) for _, ids, _ in prompts)
@@ -317,18 +321,16 @@ def plan_with_model(
             sample.add(*prompt)
     if not p.requests:
         return p
-    if llm.enable_prefix_caching and llm.strategy == "continuous":
+    settings = llm.loaded.settings
+    if settings.enable_prefix_caching and settings.strategy == "continuous":
         p.shared_tokens = alike
     longest, params_each = [ids for *_, ids, _ in sample.longest], [x for *_, x in sample.longest]
-    p.memory = llm.plan(longest, params_each, memory_bytes=memory_bytes)
-    if not llm.loaded:
-        return p
+    groups = llm.admit(read_prompts(longest, False, params_each))
+    p.memory = make_plan(llm.loop.engines, llm.adapters, groups, memory_bytes)
     text = [ids for ids, x in sample.some if isinstance(x, SamplingParams)]
     if calibrate and text:
         p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
     elif calibrate:
         p.prompt_rates, p.tried = reading_rates(llm, sample.some)
-    from batchlab.jobs.advice import advise, try_int8
-
     p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)
     return p

@@ -15,12 +15,13 @@ from pydantic import AliasChoices, BeforeValidator, Field
 from ..errors import Fault
 from .schema import BadRequest, about
 from .settings import Body, Whole, read
-from ..llm.pooled import PoolingGroup, PoolingParams, PoolingRequestOutput
+from ..llm.pooled import PoolingGroup, PoolingRequestOutput
+from ..llm.pooling_params import PoolingParams
 
 if TYPE_CHECKING:  # a check of a file needs no torch
     import torch
-    from batchlab.api import LLM
     from batchlab.llm.outputs import StreamEvent
+    from batchlab.tasks.admit import AdaptedAnswers
 
 # %% auto #0
 __all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'MANY', 'Ids', 'Inputs', 'Texts', 'FLAG', 'Empty', 'BODIES', 'POOLING_KINDS', 'TASK_OF',
@@ -65,22 +66,23 @@ class PoolingRequest:
         "How much of a server's room it takes."
         return -(-max(len(self.texts), len(self.others)) // TEXTS_A_PLACE)
 
-    def prompts(self, llm: LLM) -> list[tuple[Any, PoolingParams]]:
+    def prompts(self, llm: AdaptedAnswers) -> list[tuple[Any, PoolingParams]]:
         "What `llm` is to run for it. Raises `PromptError`, `ParamError`."
+        from batchlab.tasks.pooling import pair_up, pooler_of
+
+        pooler = pooler_of(llm.loaded)
         if self.kind not in ("score", "rerank"):
             params = self.params
-            params = params if params.task else replace(params, task=llm.pooling_tasks[0])
+            params = params if params.task else replace(params, task=pooler.tasks[0])
             return [(t, params) for t in self.texts]
-        from batchlab.tasks.pooling import pair_up
-
         a, b = pair_up(self.texts, self.others)
-        if llm.pooler.classifies or llm.pooler.tags:
+        if pooler.classifies or pooler.tags:
             return [({"prompt": x, "text_pair": y}, self.params) for x, y in zip(a, b)]
         return [(t, replace(self.params, task="embed")) for t in dict.fromkeys([*a, *b])]
 
     def as_group(
         self,
-        llm: LLM,
+        llm: AdaptedAnswers,
         request_id: str,
         on_event: Callable[[StreamEvent], object] | None = None,
         index: int = 0,
@@ -293,7 +295,7 @@ class TextsGroup(PoolingGroup):
 
 # %% ../../nbs/6_jobs/pooling.ipynb #22198f98-1
 def admit_texts(
-    llm: LLM,
+    llm: AdaptedAnswers,
     asked: PoolingRequest,
     group: TextsGroup,
     priority: int = 0,
@@ -303,12 +305,17 @@ def admit_texts(
     from batchlab.tasks.lora import put_adapter
     from batchlab.tasks.pooling import admit_pooling, encode_texts
 
-    asked.labels = getattr(llm.model.config, "id2label", None) or {}
+    loaded = llm.loaded
+    asked.labels = getattr(loaded.model.config, "id2label", None) or {}
     todo = asked.prompts(llm)
-    texts = encode_texts(llm, [t for t, _ in todo], [p for _, p in todo])
+    texts = encode_texts(loaded, [t for t, _ in todo], [p for _, p in todo])
     for i, (text, (_, params)) in enumerate(zip(texts, todo)):
         part = admit_pooling(
-            llm, PoolingGroup(f"{group.request_id}-{i}"), text, replace(params, raw=True), priority
+            loaded,
+            PoolingGroup(f"{group.request_id}-{i}"),
+            text,
+            replace(params, raw=True),
+            priority,
         )
         if part.error:
             where = f"{asked.key}[{i}]: " if len(todo) > 1 else ""
@@ -320,7 +327,7 @@ def admit_texts(
     for i, r in enumerate(group.requests):
         r.group, r.index = group, i
     group.prompt_token_ids = group.parts[0].prompt_token_ids
-    return put_adapter(llm, group, asked.adapter)
+    return put_adapter(llm.adapters, group, asked.adapter)
 
 # %% ../../nbs/6_jobs/pooling.ipynb #8edb1b96
 _IDS = dict(embed="embd", classify="classify", pooling="pool", score="score", rerank="rerank")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BatchlabError, JobError, ModelError
-from ..tasks.lora import adapter_names
+from ..tasks.lora import adapter_named, adapter_names
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
 from .schema import BadRequest
 from .pooling import TextsOutput
@@ -25,7 +25,7 @@ from .responses import fit_roles
 from .tools import conversation_with, tool_params
 
 if TYPE_CHECKING:  # a dry run needs no torch
-    from batchlab.api import LLM
+    from batchlab.tasks.admit import AdaptedAnswers
     from batchlab.llm.outputs import RequestGroup, RequestOutput, StreamEvent
     from batchlab.jobs.job import Job
     from batchlab.jobs.progress import JobResult
@@ -35,8 +35,8 @@ def model_digest(llm: Any) -> str:
     """16 hex digits that change with the weights, their quantization, the chat template of `llm`,
     or its named adapters."""
     about: tuple[Any, ...] = (
-        llm.weights_digest,
-        llm.quantization,
+        llm.engines.weights_digest,
+        llm.settings.quantization,
         getattr(llm.tokenizer, "chat_template", None),
     )
     if adapters := getattr(llm, "adapters", None):
@@ -60,7 +60,7 @@ def good_order(rows: list[tuple[list[int], int]]) -> list[int]:
 
 # %% ../../nbs/6_jobs/runner.ipynb #a217a0f5
 def admit_line(
-    llm: LLM,
+    llm: AdaptedAnswers,
     line: JobLine,
     params: ParamsCache,
     on_event: Callable[[StreamEvent], object] | None = None,
@@ -72,29 +72,31 @@ def admit_line(
     `first`: no line could run so far. Raises `JobError` if this one can't for want of something
     that the model lacks."""
     from batchlab.tasks.admit import admit
-    from batchlab.tasks.lora import adapter_named
     from batchlab.llm.inputs import Settings, read_prompt
     from batchlab.llm.outputs import RequestGroup
 
     try:
         if line.pooling:
-            line.pooling.adapter = line.adapter or adapter_named(llm, line.model)
+            line.pooling.adapter = line.adapter or adapter_named(llm.adapters, line.model)
             group = line.pooling.as_group(llm, line.key, on_event, line.number)
         else:
             group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
             if line.response and line.messages:
-                roles = params.roles(llm.tokenizer, line.chat_options.get("chat_template"))
+                roles = params.roles(llm.loaded.tokenizer, line.chat_options.get("chat_template"))
                 line.messages = fit_roles(line.messages, roles)
             prompt, own = line.conversation if chat else line.prompt, params.of(line)
             if line.tools or any("tool_calls" in m for m in line.messages or ()):
                 template = line.chat_options.get("chat_template")
-                line.tool_format = params.format(llm.tokenizer, template)
+                line.tool_format = params.format(llm.loaded.tokenizer, template)
                 talk = dict(messages=line.messages, **line.chat_options)
                 prompt = conversation_with(line.tool_format, line.tools, talk)
             if line.tools:
                 own = tool_params(own, line.tool_format, line.tools)
-            settings = Settings(own, adapter=line.adapter or adapter_named(llm, line.model))
-            group = admit(llm, group, read_prompt(prompt, settings, chat, llm.max_model_len))
+            settings = Settings(
+                own, adapter=line.adapter or adapter_named(llm.adapters, line.model)
+            )
+            read = read_prompt(prompt, settings, chat, llm.loaded.max_model_len)
+            group = admit(llm.loaded, llm.adapters, group, read)
         if group.error is None:
             return group
         too_long = group.reason == "too_long"
@@ -163,7 +165,8 @@ class ModelNames:
     def of(cls, llm: Any, name: str | None, any_model: bool | None = False) -> ModelNames:
         """Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises
         `JobError`."""
-        own, adapters = getattr(llm, "model", None), adapter_names(llm)  # a worker's is elsewhere
+        own = getattr(llm, "model", None)  # a worker's is elsewhere
+        adapters = adapter_names(getattr(llm, "adapters", None))
         names = [n for n in (name, own is not None and name_of(own)) if n]
         if twice := {*names[:1]} & {*adapters}:
             raise JobError(
@@ -208,18 +211,18 @@ def start_clock(group: Any, timeout: float | None) -> None:
 def withdraw(llm: Any, keys: Collection[str]) -> None:
     "Cancel requests `keys`, and let the engine drop them."
     for key in keys:
-        llm.cancel(key)
+        llm.loop.cancel(key)
     with suppress(Exception):
         if keys:
-            llm.step()
+            llm.loop.step()
 
 # %% ../../nbs/6_jobs/runner.ipynb #91b0aa18-1
 class LineRunner:
     "Runs lines on `llm` as `job` says. Records go to `settle`, tokens are counted in `result`."
 
-    def __init__(self, job: Job, llm: LLM, result: JobResult, settle: Settle) -> None:
+    def __init__(self, job: Job, llm: AdaptedAnswers, result: JobResult, settle: Settle) -> None:
         self.job, self.llm, self.result, self.settle = job, llm, result, settle
-        self.model = job.model_name or name_of(llm.model)
+        self.model = job.model_name or name_of(llm.loaded.model)
         self.params = ParamsCache(job.sampling_params)
         self.live: dict[str, JobLine] = {}  # lines in the engine
         self.again: deque[JobLine] = deque()  # lines to try alone
@@ -241,7 +244,7 @@ class LineRunner:
         for line, group in items:
             start_clock(group, line.timeout or self.job.timeout)
             self.live[line.key] = line
-        self.llm.submit([group for _, group in items])
+        self.llm.loop.submit([group for _, group in items])
 
     def on_event(self, event: StreamEvent) -> None:
         "Called by the engine."

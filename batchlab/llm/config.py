@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'STRATEGIES', 'QUANTIZATIONS', 'SPECULATIONS', 'model_and_tokenizer', 'no_collection', 'check_causal',
-           'probe_model', 'probe_pooling', 'rope_switch', 'rope_side', 'select_runner', 'context_limit', 'free_memory',
-           'total_memory', 'Limits', 'fit_context', 'shapes_of', 'bytes_per_token', 'choose_limits', 'check_strategy',
-           'check_compile', 'check_quantization', 'check_count', 'check_counts', 'check_speculation', 'weights_digest',
-           'model_state']
+__all__ = ['log', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch',
+           'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory', 'Limits', 'fit_context',
+           'bytes_per_token', 'choose_limits', 'weights_digest', 'model_state']
 
 # %% ../../nbs/2_core/config.ipynb #8ec2a59b
 import contextlib, gc, hashlib, logging, os
@@ -38,9 +36,8 @@ from ..models.gguf import without_numbers
 from ..models.load import load_tokenizer
 from ..machine import memory_limits
 from ..models import load_model, max_model_len
-from ..errors import whole_number, written
 from ..basics.padding import can_pad
-from ..core.cache import Shape, kv_bytes_per_token, kv_shapes
+from ..core.cache import Shape, kv_bytes_per_token
 from ..core.request import Request, Row
 from .shown import megabytes
 
@@ -348,18 +345,6 @@ def fit_context(l: Limits, asked: int | None) -> None:
     l.max_model_len = l.kv_tokens
 
 # %% ../../nbs/2_core/config.ipynb #75ef7c95
-def shapes_of(model: PreTrainedModel) -> list[Shape]:
-    """Of each layer of `model`, which lies on the meta device, `(kv_heads, key head_dim, value
-    head_dim)`."""
-    try:
-        return kv_shapes(model)
-    except Exception:  # it asks for numbers, or takes no cache
-        c: Any = model.config.get_text_config()
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return [(heads, size, size)] * c.num_hidden_layers
-
-
 def bytes_per_token(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
     "Bytes that the keys and values of a token take in layers of these `shapes`, in `dtype`."
     return sum(h * (k + v) for h, k, v in shapes) * dtype.itemsize
@@ -373,13 +358,10 @@ def choose_limits(
     max_num_batched_tokens: int | None = None,
     max_model_len: int | None = None,
     kv_cache_bytes: int | None = None,
-    device: torch.device | None = None,
-    room: int | None = None,
 ) -> Limits:
     """The `Limits` of a model: what the user gave, else by its device and what memory is free
-    there, unless `device` and `room`, bytes, say otherwise. Raises `ParamError`."""
-    device = device or model.device
-    cpu, own = device.type == "cpu", context_limit(model, max_model_len)
+    there. Raises `ParamError`."""
+    cpu, own = model.device.type == "cpu", context_limit(model, max_model_len)
     if shapes:
         per_token = bytes_per_token(shapes, model.dtype)
     else:
@@ -388,7 +370,7 @@ def choose_limits(
         max_num_seqs or (64 if cpu else 256),
         0,
         own,
-        kv_cache_bytes or int(0.7 * (free_memory(device) if room is None else room)),
+        kv_cache_bytes or int(0.7 * free_memory(model.device)),
         per_token,
     )
     l.max_num_batched_tokens = max_num_batched_tokens or max(
@@ -404,76 +386,6 @@ def choose_limits(
     if per_token:
         fit_context(l, max_model_len)
     return l
-
-# %% ../../nbs/2_core/config.ipynb #34de1be3
-STRATEGIES = ("loop", "static", "bucketed", "prefix", "continuous")
-
-
-def check_strategy(name: str) -> str:
-    "`name` if it is a strategy. Raises `ParamError`."
-    if name in STRATEGIES:
-        return name
-    raise ParamError(
-        f"strategy {name!r} is unknown: choose {', '.join(map(repr, STRATEGIES))}", field="strategy"
-    )
-
-
-def check_compile(x: bool | str) -> bool | str:
-    "`x` if it says whether to compile. Raises `ParamError`."
-    if x in (True, False, "auto"):
-        return x
-    raise ParamError(f"compile must be 'auto', True or False, got {x!r}", field="compile")
-
-# %% ../../nbs/2_core/config.ipynb #40e6de72
-QUANTIZATIONS = "int8", "w4a8"
-
-
-def _check_way(
-    name: str, x: object, ways: tuple[str, ...], strategy: str, advice: str = ""
-) -> str | None:
-    "`x` if it is None or one of `ways`, which all need the continuous strategy. Raises `ParamError`."
-    if x not in (None, *ways):
-        known = ", ".join(["None", *map(repr, ways[:-1])]) + f" or {ways[-1]!r}"
-        raise ParamError(field=name, value=x, want=known, advice=advice)
-    if x and strategy != "continuous":
-        raise ParamError(
-            "{asked} needs {needed}, got {strategy!r}",
-            asked=Option(name, x),
-            needed=Option("strategy", "continuous"),
-            strategy=strategy,
-        )
-    return None if x is None else str(x)
-
-
-def check_quantization(x: object, strategy: str) -> str | None:
-    "`x` if it names a quantization that runs. Raises `ParamError`."
-    return _check_way("quantization", x, QUANTIZATIONS, strategy)
-
-# %% ../../nbs/2_core/config.ipynb #bfeaf2ab
-def check_count(name: str, n: object) -> int | None:
-    "`n` if it is None or a whole number of at least 1. Raises `ParamError`."
-    if n is None:
-        return None
-    if (whole := whole_number(n)) is not None and whole >= 1:
-        return whole
-    raise ParamError(
-        "{option} must be a whole number of at least 1, got {n}", option=Option(name), n=written(n)
-    )
-
-
-def check_counts(**counts: object) -> dict[str, int | None]:
-    "Each of `counts`, by name, as `check_count` gives it."
-    return {name: check_count(name, n) for name, n in counts.items()}
-
-# %% ../../nbs/2_core/config.ipynb #af090e66
-SPECULATIONS = ("lookup",)
-
-
-def check_speculation(x: object, strategy: str) -> str | None:
-    "`x` if it names a way to speculate. Raises `ParamError`."
-    given = type(x).__name__ if isinstance(x, nn.Module) else x
-    advice = "no model drafts here, 'lookup' drafts from earlier text"
-    return _check_way("speculation", given, SPECULATIONS, strategy, advice)
 
 # %% ../../nbs/2_core/config.ipynb #a9e3d027
 def weights_digest(model: PreTrainedModel) -> str:

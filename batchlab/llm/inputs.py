@@ -32,7 +32,7 @@ from ..core.params import SETTINGS
 from ..errors import check_names, near_name
 from ..errors import whole_number, written
 from .outputs import RequestOutput
-from .pooled import PoolingParams
+from .pooling_params import PoolingParams
 from ..core.params import SamplingParams
 
 log = logging.getLogger("batchlab")

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Outputs', 'as_frame', 'headline', 'StreamEvent',
-           'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryNeeds', 'MemoryPlan',
-           'memory_lines', 'store_lines', 'plan_lines', 'StoreCounts', 'Stats']
+__all__ = ['total_logprob', 'CompletionOutput', 'RequestOutput', 'answer_row', 'Verdict', 'Outputs', 'as_frame', 'headline',
+           'StreamEvent', 'token_times', 'result_of', 'drafts_of', 'RequestGroup', 'Score', 'MemoryPlan',
+           'memory_lines', 'store_lines', 'plan_lines', 'Stats']
 
 # %% ../../nbs/2_core/outputs.ipynb #c863865c
 import math, time
@@ -29,12 +29,18 @@ from batchlab.llm.shown import (
 
 if TYPE_CHECKING:
     import pandas
-    from batchlab.tasks.verify import Report
+    from batchlab.core.generation import Generation
 
 # %% ../../nbs/2_core/outputs.ipynb #b77fd8c0
 def total_logprob(logprobs: list[dict] | None, token_ids: list[int]) -> float | None:
     "The log probability of all `token_ids`, by their `logprobs`; None if these were not asked for."
     return None if logprobs is None else sum(l[t].logprob for l, t in zip(logprobs, token_ids))
+
+
+def _generation(r: Request) -> Generation | None:
+    "The task of `r` if it writes text: told by what it has, as its class needs torch."
+    task: Any = r.task
+    return task if hasattr(task, "first_token_at") else None
 
 # %% ../../nbs/2_core/outputs.ipynb #1a25183b
 @dataclass(repr=False)
@@ -60,10 +66,8 @@ class CompletionOutput:
     @classmethod
     def of(cls, r: Request) -> CompletionOutput:
         "What `r` has become."
-        from batchlab.core.generation import Generation  # which needs torch
-
         out = cls(r.index, token_ids=list(r.output_ids), finish_reason=r.finish_reason)
-        if isinstance(task := r.task, Generation):
+        if (task := _generation(r)) is not None:
             out.text, out.stop_reason = task.text.text, task.stop_reason
             out.reasoning, out.num_reasoning_tokens = task.text.kept, task.text.num_kept
             out.cumulative_logprob = total_logprob(task.logprobs, out.token_ids)
@@ -156,6 +160,19 @@ def answer_row(out: RequestOutput, o: CompletionOutput) -> dict[str, Any]:
     )
 
 # %% ../../nbs/2_core/outputs.ipynb #9870b1d8
+class Verdict(Protocol):
+    "What `verify` found of answers: see `batchlab.tasks.verify.Report`."
+
+    requests: int
+    tokens: int
+    divergences: list[Any]
+
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def headline(self) -> str: ...
+
+
 class _Result(Protocol):
     "What `Outputs` wants of what it holds."
 
@@ -181,7 +198,7 @@ class Outputs(list[_R]):
 
     Its slices and sums are such lists too. `report`: of `verify=True`."""
 
-    report: Report | None = None
+    report: Verdict | None = None
 
     @overload
     def __getitem__(self, i: SupportsIndex) -> _R: ...
@@ -290,13 +307,11 @@ class StreamEvent:
 def token_times(requests: Sequence[Request]) -> tuple[float | None, float | None]:
     """When the first of `requests` got its first token, and how many seconds they took for each
     token after it, in the mean; None for what there is not."""
-    from batchlab.core.generation import Generation  # which needs torch
-
-    rows = [(r.task, len(r.output_ids)) for r in requests]
+    rows = [(_generation(r), len(r.output_ids)) for r in requests]
     times = [
         (task.first_token_at, task.last_token_at, n)
         for task, n in rows
-        if isinstance(task, Generation) and task.first_token_at and task.last_token_at
+        if task is not None and task.first_token_at and task.last_token_at
     ]
     each = [(b - a) / (n - 1) for a, b, n in times if n > 1]
     return min((a for a, _, _ in times), default=None), sum(each) / len(each) if each else None
@@ -422,8 +437,8 @@ class Score:
 
 # %% ../../nbs/2_core/outputs.ipynb #a084aa91
 @dataclass(repr=False)
-class MemoryNeeds:
-    """What a call would take. `longest`: prompt and answer of the longest request, tokens;
+class MemoryPlan:
+    """What a call would take, and whether the memory is enough. `longest`: prompt and answer of the longest request, tokens;
     `refused`: errors by index.
 
     `slots`: requests at once; `blocks` of `block_size` tokens: the most that they hold at once;
@@ -433,8 +448,8 @@ class MemoryNeeds:
     what the machine has, 0 if that was not looked at, or what was `given` instead; `free_bytes`:
     what of it the process may take, with what it holds already. `libraries_bytes`: about what
     Python and torch take; `loading_bytes`: the most that the weights take while they are loaded.
-    `estimate`: how the plan is less than exact. `store_bytes`: what a prefix store has on disk, of at most `store_limit_bytes`, each
-    block about `store_block_bytes`."""
+    `store_bytes`: what a prefix store has on disk, of at most `store_limit_bytes`, each block about
+    `store_block_bytes`."""
 
     num_requests: int
     prompt_tokens: int
@@ -454,17 +469,12 @@ class MemoryNeeds:
     workspace_bytes: int = 0
     memory_bytes: int = 0
     free_bytes: int = 0
-    estimate: str = ""
     libraries_bytes: int = 0
     loading_bytes: int = 0
     given: bool = False
     store_bytes: int = 0
     store_limit_bytes: int = 0
     store_block_bytes: int = 0
-
-# %% ../../nbs/2_core/outputs.ipynb #184ba761
-class MemoryPlan(MemoryNeeds):
-    "What a call would take, as `MemoryNeeds` has it, and whether the memory is enough."
 
     @property
     def running_bytes(self) -> int:
@@ -526,7 +536,7 @@ def memory_lines(p: MemoryPlan, spell: Callable[[Option], str] = str) -> list[st
         said = f"it does not fit now: of the machine's {has} only {free} are free for it"
     else:
         said = f"it does not fit: the machine has {has}; {less.said(spell)}"
-    return [*sum_lines(p), said, *[p.estimate] * bool(p.estimate)]
+    return [*sum_lines(p), said]
 
 # %% ../../nbs/2_core/outputs.ipynb #027a7db9
 def store_lines(p: MemoryPlan) -> list[str]:
@@ -562,30 +572,9 @@ def plan_lines(p: MemoryPlan, most: int) -> list[str]:
     lines += [f"request {i} is refused: {why}" for i, why in refused]
     return [*lines, *[f"and {more:,} more are refused"] * (more > 0)]
 
-# %% ../../nbs/2_core/outputs.ipynb #cdfcaf1a
-@dataclass(repr=False, kw_only=True)
-class StoreCounts:
-    """What went to a prefix store and came from it: blocks, and bytes of keys and values.
-
-    `lost_blocks`: those that were not stored, as the disk was full or slow."""
-
-    stored_blocks: int = 0
-    stored_bytes: int = 0
-    loaded_blocks: int = 0
-    loaded_bytes: int = 0
-    lost_blocks: int = 0
-
-    def _store(self) -> dict[str, str]:
-        "A line on the prefix store, if anything went there or came from it."
-        if not self.stored_blocks + self.loaded_blocks + self.lost_blocks:
-            return {}
-        stored, loaded = megabytes(self.stored_bytes), megabytes(self.loaded_bytes)
-        said = f"{self.stored_blocks:,} blocks stored, {stored}; {self.loaded_blocks:,} loaded, {loaded}"
-        return dict(store=said + (f"; {self.lost_blocks:,} lost" if self.lost_blocks else ""))
-
 # %% ../../nbs/2_core/outputs.ipynb #f05bcb17
 @dataclass(repr=False)
-class Stats(StoreCounts):
+class Stats:
     """What an `LLM` has done since it was made. Tokens are counted for finished requests,
     positions for all steps.
 
@@ -595,7 +584,9 @@ class Stats(StoreCounts):
     content can be found, `kv_bytes`: now. Times in seconds, means over requests;
     `tokens_per_second`: output tokens over the time spent in steps. `drafted_tokens`: by
     speculation, of which the `accepted_tokens` were right; `drafts`: both by what drafted them, 'forced' by a
-    grammar, or found in its 'own' text or in the 'pool' of all. For a store see `StoreCounts`."""
+    grammar, or found in its 'own' text or in the 'pool' of all. Of a prefix store:
+    blocks and bytes of keys and values that went there and came from it, and `lost_blocks`, not
+    stored as the disk was full or slow."""
 
     requests: dict[str, int]
     prompt_tokens: int
@@ -620,9 +611,22 @@ class Stats(StoreCounts):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    lost_blocks: int = 0
 
     def __repr__(self) -> str:
         return facts_text(self, _facts_of(self))
+
+    def _store(self) -> dict[str, str]:
+        "A line on the prefix store, if anything went there or came from it."
+        if not self.stored_blocks + self.loaded_blocks + self.lost_blocks:
+            return {}
+        stored, loaded = megabytes(self.stored_bytes), megabytes(self.loaded_bytes)
+        said = f"{self.stored_blocks:,} blocks stored, {stored}; {self.loaded_blocks:,} loaded, {loaded}"
+        return dict(store=said + (f"; {self.lost_blocks:,} lost" if self.lost_blocks else ""))
 
 # %% ../../nbs/2_core/outputs.ipynb #31c19e36
 def _facts_of(s: Stats) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['round_up', 'RectangleTable', 'WavePlanner', 'PaddedScheduler', 'hidden_states', 'SoloRunner', 'check_padded',
-           'groups_alike', 'PaddedRows', 'PaddedRunner']
+           'groups_alike', 'PaddedRunner']
 
 # %% ../../nbs/2_core/rectangle.ipynb #rec00005
 import sys
@@ -228,9 +228,13 @@ def groups_alike(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
     others = {slot: ids for _, group in found if len(group) == 1 for slot, ids in group.items()}
     return [*alike, others] if others else alike
 
-# %% ../../nbs/2_core/rectangle.ipynb #c3792d67
-class PaddedRows:
-    "The rows that decode in the small engine's cache. With `share` it is one that knows prefixes."
+# %% ../../nbs/2_core/rectangle.ipynb #rec00025
+class PaddedRunner:
+    """Runs batches with the small engine, padded: newcomers are prefilled together, then join
+    those that decode.
+
+    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a
+    `PaddedScheduler`. `share`: what newcomers have in common is computed once."""
 
     def __init__(self, model: PreTrainedModel, share: bool = False) -> None:
         self.model, self.share, self.ledger = model, share, Ledger()
@@ -265,14 +269,6 @@ class PaddedRows:
             self.engine.lengths = self.engine.lengths * torch.tensor(
                 needed, device=self.engine.lengths.device
             )
-
-# %% ../../nbs/2_core/rectangle.ipynb #rec00025
-class PaddedRunner(PaddedRows):
-    """Runs batches with the small engine, padded: newcomers are prefilled together, then join
-    those that decode.
-
-    For models that `can_pad`, and for comparison. Prompts have to come whole: the scheduler is a
-    `PaddedScheduler`. `share`: what newcomers have in common is computed once."""
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:

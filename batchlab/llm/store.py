@@ -25,16 +25,15 @@ from ..core.cache import KVCache
 from ..core.runners import PackedRunner
 from ..errors import Option, ParamError, Unavailable
 from .kvfiles import BlockFiles
-from ..machine import cpu_name, expanded, processor_flags
+from .settings import LLMSettings
+from ..machine import cpu_name, processor_flags
 
 log = logging.getLogger("batchlab")
-DEFAULT_BYTES = 10 * 10**9  # that a store may take
 
 # %% auto #0
-__all__ = ['log', 'DEFAULT_BYTES', 'QUEUE', 'LOADS', 'weights_fingerprint', 'WeightWatch', 'code_of', 'own_code',
-           'facts_of_model', 'precision', 'facts_of_machine', 'facts_of_backend', 'world_of', 'Costs', 'Waiting',
-           'WriteQueue', 'QueueThread', 'BlockWriter', 'BlockFlush', 'Loaded', 'BlockReader', 'BlockKeeper',
-           'PrefixStore', 'StoreOptions', 'check_store', 'open_store']
+__all__ = ['log', 'QUEUE', 'LOADS', 'weights_fingerprint', 'WeightWatch', 'code_of', 'own_code', 'facts_of_model', 'precision',
+           'facts_of_machine', 'facts_of_backend', 'world_of', 'Costs', 'Waiting', 'BlockWriter', 'Loaded',
+           'PrefixStore', 'open_store']
 
 # %% ../../nbs/2_core/store.ipynb #241f2f3c
 _PIECE = 2**23
@@ -330,23 +329,31 @@ class Waiting(NamedTuple):
     data: torch.Tensor
 
 
-class WriteQueue:
-    """Blocks that wait to be written into `files`, by a thread of its own.
+class BlockWriter:
+    """Writes blocks into `files`, in a thread of its own that ends when nothing waits. A write
+    that fails costs blocks, and is said once: after it nothing is written for a minute.
 
     `watch`: tells whether weights are still those that `files` are for; None where nobody can
-    change them. `off`: they were others, or something else is not as it was. `fresh`: names that
-    were written since all bytes of the weights were looked at. `stored`: blocks and `stored_bytes` that were written; `lost`: blocks that were not."""
-
-    off = False
-    thread: threading.Thread | None = None
+    change them. `off`: they were others, or something else is not as it was. `names`: blocks that
+    are not on the disk yet; `fresh`: those that were written since all bytes of the weights were
+    looked at. `stored`: blocks and `stored_bytes` that were written; `lost`: blocks that were
+    not."""
 
     def __init__(self, files: BlockFiles, watch: WeightWatch | None = None) -> None:
-        self.files, self.watch = files, watch
+        self.files = files
+        self.watch = watch
+        self.off = False
         self.fresh = list[bytes]()
-        self.queue, self.names = deque[Waiting](), set[bytes]()
+        self.queue = deque[Waiting]()
+        self.names = set[bytes]()
         self.news = threading.Condition()
+        self.thread: threading.Thread | None = None
         self.stored = self.stored_bytes = self.lost = 0
+        self.failed = False
         self.failed_at: float | None = None
+        self.next_look = 0.0
+
+    # later
 
     @property
     def paused(self) -> bool:
@@ -375,13 +382,6 @@ class WriteQueue:
                     self.thread = None
 
     def _run(self) -> None:
-        raise NotImplementedError
-
-# %% ../../nbs/2_core/store.ipynb #f4ee72b1
-class QueueThread(WriteQueue):
-    "Writes what waits, in a thread that ends when nothing does."
-
-    def _run(self) -> None:
         try:
             while self._some():
                 self.write_queue()
@@ -397,6 +397,8 @@ class QueueThread(WriteQueue):
                 return True
             self.thread = None
             return False
+
+    # now
 
     def write_queue(self) -> None:
         "Write what waits now."
@@ -418,34 +420,14 @@ class QueueThread(WriteQueue):
             self.names.difference_update(names)
             self.news.notify_all()
 
-    def check(self) -> None:
-        "Turn off, with a line that says so, if weights have changed without notice."
-        if not self.off and self.watch is not None:
-            self.turn_off_unless(self.watch.quick)
-
-    def turn_off_unless(self, same: Callable[[], bool]) -> None:
-        "Turn off, with a line that says so, unless weights are the `same`."
-        try:
-            self.off = not same()
-            why = "weights have changed since it was opened, without notice; call llm.reload_weights()"
-        except Exception as e:
-            self.off, why = True, f"the weights can't be looked at: {type(e).__name__}: {e}"
-        if self.off:
-            log.warning("the prefix store is off: %s", why)
+    def flush(self) -> None:
+        "Write all that waits, and come back when it is on the disk."
+        self.write_queue()
+        with self.news:  # for what the thread has in hand
+            self.news.wait_for(lambda: not self.names, timeout=60)
 
     def write(self, w: Waiting) -> None:
-        "Write a block now."
-        raise NotImplementedError
-
-# %% ../../nbs/2_core/store.ipynb #539deaec
-class BlockWriter(QueueThread):
-    "Writes blocks, and says once what goes wrong."
-
-    failed = False
-    next_look = 0.0
-
-    def write(self, w: Waiting) -> None:
-        "Write a block now. After a failure nothing is written for a minute."
+        "Write a block."
         if self.off or self.paused:
             self.lost += 1
             return
@@ -473,6 +455,23 @@ class BlockWriter(QueueThread):
             log.warning("the prefix store lost a block by %s: %s", type(e).__name__, e)
         self.failed = True
 
+    # the weights
+
+    def check(self) -> None:
+        "Turn off, with a line that says so, if weights have changed without notice."
+        if not self.off and self.watch is not None:
+            self.turn_off_unless(self.watch.quick)
+
+    def turn_off_unless(self, same: Callable[[], bool]) -> None:
+        "Turn off, with a line that says so, unless weights are the `same`."
+        try:
+            self.off = not same()
+            why = "weights have changed since it was opened, without notice; call llm.reload_weights()"
+        except Exception as e:
+            self.off, why = True, f"the weights can't be looked at: {type(e).__name__}: {e}"
+        if self.off:
+            log.warning("the prefix store is off: %s", why)
+
     def confirm(self) -> None:
         """Look at all bytes of the weights. If they have changed, turn off and remove what was
         written since the last look. Call it where no step runs."""
@@ -494,38 +493,62 @@ class BlockWriter(QueueThread):
         for name in list(self.fresh):
             self.files.remove(name)
 
-# %% ../../nbs/2_core/store.ipynb #a5ab37e0
-class BlockFlush(BlockWriter):
-    "Writes all that waits."
-
-    def flush(self) -> None:
-        "Write all that waits, and come back when it is on the disk."
-        self.write_queue()
-        with self.news:  # for what the thread has in hand
-            self.news.wait_for(lambda: not self.names, timeout=60)
-
 # %% ../../nbs/2_core/store.ipynb #9a3711f8
 class Loaded(NamedTuple):
     "A block that was read: uint8 `[block_bytes]`, in memory."
 
     data: torch.Tensor
 
-# %% ../../nbs/2_core/store.ipynb #fe962fb8
-class BlockReader(BlockFlush):
-    """Finds blocks in `files`.
+# %% ../../nbs/2_core/store.ipynb #0eb830c9
+LOADS = 2**28  # bytes that a step may load before the next request has to wait for another one
+
+
+class PrefixStore:
+    """The second tier of a block pool over files, see `Tier`. What fails here costs blocks, and
+    no request.
 
     `loaded`: blocks and `loaded_bytes` that were read. `patient`: what is written is the end of a
-    process, and nothing is to be lost."""
-
-    patient = False
+    process, and nothing is to be lost; `left`: bytes that may be written then. `settings`: of
+    torch, when it was opened."""
 
     def __init__(self, files: BlockFiles, watch: WeightWatch | None = None) -> None:
-        super().__init__(files, watch)
+        self.files = files
+        self.writer = BlockWriter(files, watch)
         self.costs = Costs()
-        self.loaded = self.loaded_bytes = self.burst = self.depth = 0
+        self.runner: PackedRunner | None = None
+        self.settings = precision()
+        self.loaded = self.loaded_bytes = 0
+        self.burst = self.depth = 0  # ns when a chain of blocks began to be used, and how many
+        self.patient = False
+        self.left = 0
+
+    def serve(self, pool: BlockPool, runner: PackedRunner) -> None:
+        "Be the second tier of `pool`, whose blocks lie in the cache of `runner`."
+        pool.tier, self.runner = self, runner
+        block_bytes = runner.backend.make_cache(1).block_bytes
+        pool.most_loads = max(1, LOADS // max(1, block_bytes))
+
+    # blocks come
 
     def has(self, name: bytes) -> bool:
-        return not self.off and self.costs.worth() and self.files.has(name)
+        return not self.writer.off and self.costs.worth() and self.files.has(name)
+
+    def fetch(self, name: bytes, ids: Sequence[int]) -> Loaded | None:
+        if self.writer.off:
+            return None
+        try:
+            start = time.perf_counter()
+            data = self.files.read(name, ids)
+            if data is None:
+                return None
+            self.used(name)
+            self.loaded += 1
+            self.loaded_bytes += len(data)
+            self.costs.note_read(len(ids), time.perf_counter() - start)
+            return Loaded(torch.frombuffer(data, dtype=torch.uint8))
+        except Exception as e:
+            self.writer.fail(e)
+        return None
 
     def used(self, name: bytes) -> None:
         "Note that block `name` is used: of those named one behind the other, the first last."
@@ -535,100 +558,55 @@ class BlockReader(BlockFlush):
         self.depth += 1
         self.files.touch(name, self.burst - 1000 * self.depth)
 
-    def fetch(self, name: bytes, ids: Sequence[int]) -> Loaded | None:
-        if self.off:
-            return None
-        start = time.perf_counter()
-        data = self.files.read(name, ids)
-        if data is None:
-            return None
-        self.used(name)
-        self.loaded += 1
-        self.loaded_bytes += len(data)
-        self.costs.note_read(len(ids), time.perf_counter() - start)
-        return Loaded(torch.frombuffer(data, dtype=torch.uint8))
+    # and go
 
-# %% ../../nbs/2_core/store.ipynb #92283387
-class BlockKeeper(BlockReader):
-    "Writes blocks of a cache: later, or now where `patient`. `left`: bytes that may be written then."
+    def put(self, block: int, about: Block) -> None:
+        cache, name = None if self.runner is None else self.runner.cache, about.hash
+        if cache is None or name is None or self.writer.off:
+            return
+        try:
+            put = self._put_now if self.patient else self._put_later
+            put(block, cache, name, list(about.token_ids))
+        except Exception as e:
+            self.writer.fail(e)
 
-    left = 0
-
-    def _put(self, block: int, cache: KVCache, name: bytes, ids: list[int]) -> None:
-        if self.patient:
-            self._put_now(block, cache, name, ids)
-        elif self.files.has(name):
+    def _put_later(self, block: int, cache: KVCache, name: bytes, ids: list[int]) -> None:
+        writer = self.writer
+        if self.files.has(name):
             self.files.touch(name)
-        elif self.is_full(cache.block_bytes):
-            self.lost += 1  # and isn't even copied
-        elif name not in self.names:
-            self.add(Waiting(name, ids, cache.block_data(block)))
+        elif writer.is_full(cache.block_bytes):
+            writer.lost += 1  # and isn't even copied
+        elif name not in writer.names:
+            writer.add(Waiting(name, ids, cache.block_data(block)))
 
     def _put_now(self, block: int, cache: KVCache, name: bytes, ids: list[int]) -> None:
         if self.left < cache.block_bytes:
             return
         self.left -= cache.block_bytes
         there = self.files.has(name)
-        if not there and self.paused:
-            self.lost += 1
+        if not there and self.writer.paused:
+            self.writer.lost += 1
             return
         if not there:
-            self.write(Waiting(name, ids, cache.block_data(block)))
+            self.writer.write(Waiting(name, ids, cache.block_data(block)))
         self.used(name)
 
-# %% ../../nbs/2_core/store.ipynb #0eb830c9
-LOADS = 2**28  # bytes that a step may load before the next request has to wait for another one
-
-
-class PrefixStore(BlockKeeper):
-    """The second tier of a block pool over files, see `Tier`. What fails here costs
-    blocks, and no request."""
-
-    runner: PackedRunner | None = None
-    settings: list[Any] | None = None  # of torch, when it was opened
-
-    def serve(self, pool: BlockPool, runner: PackedRunner) -> None:
-        "Be the second tier of `pool`, whose blocks lie in the cache of `runner`."
-        pool.tier, self.runner = self, runner
-        block_bytes = runner.backend.make_cache(1).block_bytes
-        pool.most_loads = max(1, LOADS // max(1, block_bytes))
-
-    @property
-    def cache(self) -> KVCache | None:
-        return None if self.runner is None else self.runner.cache
-
-    def fetch(self, name: bytes, ids: Sequence[int]) -> Loaded | None:
-        try:
-            return super().fetch(name, ids)
-        except Exception as e:
-            self.fail(e)
-        return None
-
-    def put(self, block: int, about: Block) -> None:
-        cache, name = self.cache, about.hash
-        if cache is None or name is None or self.off:
-            return
-        try:
-            self._put(block, cache, name, list(about.token_ids))
-        except Exception as e:
-            self.fail(e)
+    # between steps
 
     def look(self) -> None:
         "Turn off if torch is set to compute otherwise, or weights have changed: while nobody runs."
-        if self.settings is None:
-            self.settings = precision()
-        elif not self.off and self.settings != precision():
-            self.off = True
+        if not self.writer.off and self.settings != precision():
+            self.writer.off = True
             log.warning(
                 "the prefix store is off: settings of torch have changed since it was opened"
             )
-        self.confirm_rarely()
+        self.writer.confirm_rarely()
 
     def keep(self, pool: BlockPool) -> None:
         """Write what is on its way, then what `pool` has that nobody holds, as far as there is room
         for it. Call it where no step runs."""
-        self.confirm()
-        self.flush()
+        self.writer.confirm()
+        self.writer.flush()
         self.patient, self.burst, self.depth = True, time.time_ns(), 0
         self.left = self.files.room.limit * 15 // 16
         try:
@@ -636,74 +614,36 @@ class PrefixStore(BlockKeeper):
         finally:
             self.patient = False
 
-# %% ../../nbs/2_core/store.ipynb #e2e7e9d1
-class StoreOptions(NamedTuple):
-    "The folder of a store, and the most bytes that it may take."
-
-    root: Path
-    limit: int
-
-
-def check_store(
-    root: str | os.PathLike[str] | None, nbytes: int | None, strategy: str, prefix_caching: bool
-) -> StoreOptions | None:
-    "What `LLM` was asked for, or None. Makes the folder. Raises `ParamError`."
-    limit = Option("prefix_store_bytes", nbytes)
-    if root is None:
-        if nbytes is not None:
-            raise ParamError("{limit} needs {store}", limit=limit, store=Option("prefix_store"))
-        return None
-    if not isinstance(root, (str, os.PathLike)) or not str(root):
-        raise ParamError(f"prefix_store must be a folder, got {root!r}", field="prefix_store")
-    store = Option("prefix_store", str(root))
-    if strategy != "continuous":
-        needed = Option("strategy", "continuous")
-        raise ParamError(
-            f"{{store}} needs {{needed}}, got {strategy!r}", store=store, needed=needed
-        )
-    if not prefix_caching:
-        needed = Option("enable_prefix_caching", True)
-        raise ParamError("{store} needs {needed}", store=store, needed=needed)
-    path = Path(os.path.abspath(expanded(os.fspath(root))))
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as e:
-        raise ParamError("{store} is no folder that can be made: {e}", store=store, e=e) from e
-    if not os.access(path, os.X_OK | os.R_OK):
-        raise ParamError("{store} can't be read: choose another", store=store)
-    return StoreOptions(path, nbytes or DEFAULT_BYTES)
-
 # %% ../../nbs/2_core/store.ipynb #f2302e74
 def open_store(
-    options: StoreOptions,
+    settings: LLMSettings,
     facts: dict[str, Any],
     model: PreTrainedModel,
     backend: Backend,
-    quantization: str | None,
     fixed: bool,
     before: WeightWatch | None = None,
 ) -> PrefixStore:
-    """The store of `model`, of which `facts` are known, on `backend`. `fixed`: nobody can change
-    its weights from now on. `before`: made with the `facts`; where the weights were rewritten
+    """The store that `settings` name, of `model`, of which `facts` are known, on `backend`.
+    `fixed`: nobody can change its weights from now on. `before`: made with the `facts`; where the weights were rewritten
     since then, as for the backend, they are watched as they are now. Raises `ParamError`."""
-    ways = facts_of_backend(backend, quantization)
+    root, limit = settings.prefix_store, settings.prefix_store_bytes
+    assert root is not None and limit is not None
+    ways = facts_of_backend(backend, settings.quantization)
     world = world_of(facts, facts_of_machine(model.device), ways)
     block_bytes = backend.make_cache(1).block_bytes
-    if options.limit < 2 * block_bytes:
+    if limit < 2 * block_bytes:
         raise ParamError(
             "{limit} holds less than two blocks of {block_bytes:,} bytes: raise it",
-            limit=Option("prefix_store_bytes", options.limit),
+            limit=Option("prefix_store_bytes", limit),
             block_bytes=block_bytes,
         )
     about = dict(
         model=str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
         dtype=str(model.dtype).removeprefix("torch."),
         backend=backend.name,
-        quantization=quantization or "",
+        quantization=settings.quantization or "",
     )
-    files = BlockFiles(options.root, world, options.limit, about)
+    files = BlockFiles(Path(root), world, limit, about)
     same = before is not None and before.quick()
     watch = None if fixed else WeightWatch(model, facts["weights"] if same else None)
-    store = PrefixStore(files, watch)
-    store.settings = precision()
-    return store
+    return PrefixStore(files, watch)

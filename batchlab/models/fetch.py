@@ -24,7 +24,7 @@ from batchlab.models.load import (
 
 # %% auto #0
 __all__ = ['DEFAULT_MODEL', 'DEFAULT_EMBEDDING_MODEL', 'TEXT_WHEEL', 'EMBEDDING_WHEEL', 'WHEELS', 'find_model', 'Wheel',
-           'short_name', 'make_cache_dir', 'weights_missing']
+           'short_name', 'make_cache_dir']
 
 # %% ../../nbs/3_models/fetch.ipynb #75821764
 def find_model(
@@ -390,15 +390,3 @@ def _hub_folder(name, revision=None, weights=True):
             f"({one_line(e)}): download it where there is a network, or "
             f"{_instead_of(name)}{_OWN_MODEL}"
         ) from e
-
-# %% ../../nbs/3_models/fetch.ipynb #f0b47676
-def weights_missing(name: str | os.PathLike[str] | None) -> bool:
-    """Whether `name` is a folder with a config and without weights, or a hub id whose weights
-    are not on this machine. False for all else, and for a model that a wheel has."""
-    name = DEFAULT_MODEL if name is None else os.fspath(name)
-    path = expanded(name)
-    if name and path.exists():
-        return (path / "config.json").exists() and not has_weights(path)
-    if name in WHEELS or name.startswith((".", "/", "~")) or name.lower().endswith(".gguf"):
-        return False
-    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)) and _cached_snapshot(name) is None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype', 'load_outline', 'keeps_groups']
+__all__ = ['log', 'resolve_device', 'cpu_has_fast_bf16', 'resolve_dtype', 'keeps_groups']
 
 # %% ../../nbs/3_models/load.ipynb #c76240b6
 def resolve_device(device: str | torch.device | None = "auto") -> torch.device:
@@ -453,32 +453,6 @@ def load_folder(
         if not has_tokenizer(folder):
             return model, None
         return model, _read_tokenizer(folder)
-
-# %% ../../nbs/3_models/load.ipynb #93d21c83
-def load_outline(
-    folder: Path,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device = "cpu",
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, bool]:
-    """`(model, tokenizer or None, whether a token sees only what stands before it)` of a folder
-    whose weights are not read: the model lies on torch's meta device, in the dtype for `device`.
-
-    Raises `ModelNotFoundError`, `UnsupportedModelError`, `ModelError`."""
-    with quiet():
-        config, auto = _load_config(folder)
-        _check_packing(folder, config)
-        if getattr(config, "quantization_config", None):
-            raise _unsupported(folder, "its weights are quantised")
-        stored: Any = _stored_dtype(folder, config)
-        dtype = resolve_dtype(dtype, stored, device)
-        try:
-            with torch.device("meta"):
-                model = auto.from_config(config, dtype=dtype)
-        except Exception as e:
-            why = f"no model can be made of its config ({one_line(e)})"
-            raise _unsupported(folder, why) from e
-        tokenizer = _read_tokenizer(folder) if has_tokenizer(folder) else None
-    return model.eval().requires_grad_(False), tokenizer, not _looks_both_ways(config)
 
 # %% ../../nbs/3_models/load.ipynb #7cf1a054
 def keeps_groups(dtype: torch.dtype, device: str | torch.device, exact: bool = True) -> bool:

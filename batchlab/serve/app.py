@@ -237,11 +237,11 @@ class Admission:
     def adapter_of(self, model: Any) -> str | None:
         """The name of the adapter that a request for `model` wants, or None: the model's own
         names come first."""
-        return None if model in self.names else adapter_named(self.llm.llm, model)
+        return None if model in self.names else adapter_named(self.llm.llm.adapters, model)
 
     def check_model(self, model: Any) -> None:
         if model is not None and model not in self.names and self.adapter_of(model) is None:
-            adapters = ", ".join(map(repr, adapter_names(self.llm.llm)))
+            adapters = ", ".join(map(repr, adapter_names(self.llm.llm.adapters)))
             has = f"{self.name!r}, and with adapters {adapters}" if adapters else f"{self.name!r}"
             why = f"the model {model!r:.100} does not exist: this server has {has}"
             raise BadRequest(why, "model_not_found", "model")
@@ -311,7 +311,7 @@ class TokenRoutes(Admission):
 
     async def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         self.check_model(asked.model)
-        ids, most, llm = asked.tokens, self.llm.llm.vocab_size, self.llm.llm
+        ids, most, llm = asked.tokens, self.llm.llm.loaded.vocab_size, self.llm.llm
         if llm.max_model_len and len(ids) > llm.max_model_len:
             raise context_error(f"{len(ids):,} tokens: send fewer", llm.max_model_len, "tokens")
         if not all(type(i) is int and 0 <= i < most for i in ids):
@@ -362,7 +362,7 @@ class AboutRoutes(TokenRoutes):
         )
 
     async def models(self, request: Request) -> dict[str, Any]:
-        cards = [self.card(name) for name in (self.name, *adapter_names(self.llm.llm))]
+        cards = [self.card(name) for name in (self.name, *adapter_names(self.llm.llm.adapters))]
         return dict(object="list", data=cards)
 
     async def model(self, request: Request) -> dict[str, Any]:
@@ -859,7 +859,7 @@ def create_app(
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
     name, max_pending = name or name_of(llm.llm.model), max_pending or llm.max_pending
     api = EveryApi(llm, name, max_pending, others, keep_alive)
-    check_modules(llm.llm, api.names)
+    check_modules(llm.llm.adapters, api.names)
     app = FastAPI(
         title="batchlab",
         version=__version__,

@@ -589,9 +589,9 @@ class LiveLines(LineRunner):
 
     def abandon(self) -> None:
         for key in self.live:
-            self.llm.cancel(key)
+            self.llm.loop.cancel(key)
         with suppress(Exception):
-            self.llm.take_in()  # they have left when this is done
+            self.llm.loop.take_in()  # they have left when this is done
 
 
 class LiveRun(LocalRun):
@@ -604,12 +604,12 @@ class LiveRun(LocalRun):
         source = in_good_order(self, lines.admit, self.outlines)
         try:
             while not self.job.ends() and self.fill(lines, source):
-                with self.llm.progress:
+                with self.llm.loop.progress:
                     if not lines.ended:
-                        self.llm.progress.wait(0.2)
+                        self.llm.loop.progress.wait(0.2)
                 lines.collect()
                 yield
-                if self.llm.thread is None:
+                if self.llm.loop.thread is None:
                     raise EngineError("the engine has stopped")
             lines.collect()
         finally:

@@ -227,8 +227,8 @@ class ResponseRunner:
         with self.changed:
             self.news = True
             self.changed.notify_all()
-        with self.llm.progress:
-            self.llm.progress.notify_all()
+        with self.llm.loop.progress:
+            self.llm.loop.progress.notify_all()
 
     def withdraw(self, number: int) -> None:
         "Row `number` waits no more: end its request if it runs."
@@ -354,16 +354,16 @@ def run_waiting(runner: ResponseRunner) -> None:
                 take_lines(runner, lines)
             elif lines.again and not lines.live:
                 retry_next(runner, lines)
-            with llm.progress:
+            with llm.loop.progress:
                 idle = lines.again or not runner.news  # lines wait for one that is tried alone
                 if lines.live and not lines.ended and not ended and idle:
-                    llm.progress.wait(0.2)
+                    llm.loop.progress.wait(0.2)
             lines.collect()
             if ended:
                 write_ended(runner, ended)
             if not (lines.live or lines.again or runner.news):
                 return
-            if llm.thread is None:
+            if llm.loop.thread is None:
                 raise EngineError("the engine has stopped")
     finally:
         runner.running = {}

@@ -5,24 +5,25 @@
 # %% ../../nbs/5_tasks/admit.ipynb #2942495d
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ..core.generation import make_request
 from ..core.params import SamplingParams
 from ..core.sampling import SamplingRow
 from ..errors import BatchlabError, ModelError, ParamError
+from ..llm.answers import Answers
 from ..llm.inputs import ParsedPrompt, check_prompt, encode_prompt
-from ..llm.outputs import RequestGroup
-from ..llm.pooled import PoolingGroup, PoolingParams
-from .lora import put_adapter
-from .pooling import admit_pooling
+from ..llm.loaded import LoadedModel
+from ..llm.outputs import RequestGroup, StreamEvent
+from ..llm.pooled import PoolingGroup
+from ..llm.pooling_params import PoolingParams
+from .lora import Adapters, put_adapter
+from .pooling import admit_pooling, pooler_of
 from .thinking import aside_of, check_budget, mask_for, thinking_of
 
-if TYPE_CHECKING:
-    from batchlab.api.base import LoadedModel
-
 # %% auto #0
-__all__ = ['ASKED_BY', 'keep_last', 'admit', 'no_text', 'admit_text']
+__all__ = ['ASKED_BY', 'keep_last', 'AdaptedAnswers', 'admit', 'make_groups', 'no_text', 'admit_text']
 
 # %% ../../nbs/5_tasks/admit.ipynb #2566475d
 def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None) -> list[int]:
@@ -39,16 +40,52 @@ def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None)
     return ids[-most:]
 
 # %% ../../nbs/5_tasks/admit.ipynb #8ddd4fa8
-def admit(llm: LoadedModel, group: RequestGroup, prompt: ParsedPrompt) -> RequestGroup:
+class AdaptedAnswers(Answers, Protocol):
+    "What answers prompts with a model that may have `adapters`."
+
+    @property
+    def adapters(self) -> Adapters | None: ...
+
+
+def admit(
+    loaded: LoadedModel, adapters: Adapters | None, group: RequestGroup, prompt: ParsedPrompt
+) -> RequestGroup:
     """Tokenise and check `prompt`; give `group` its requests with their adapter, or its error.
     Raises `ModelError`, `ParamError`."""
     s = prompt.settings
     if isinstance(s.params, PoolingParams):
         assert isinstance(group, PoolingGroup)
-        admit_pooling(llm, group, prompt.given, s.params, s.priority, s.timeout)
+        admit_pooling(loaded, group, prompt.given, s.params, s.priority, s.timeout)
     else:
-        admit_text(llm, group, prompt, s.params)
-    return put_adapter(llm, group, s.adapter)
+        admit_text(loaded, group, prompt, s.params)
+    return put_adapter(adapters, group, s.adapter)
+
+
+def make_groups(
+    loaded: LoadedModel,
+    adapters: Adapters | None,
+    prompts: Sequence[ParsedPrompt],
+    next_id: Callable[[], str],
+    on_event: Callable[[StreamEvent], object] | None = None,
+) -> list[RequestGroup]:
+    """A `RequestGroup` for each of `prompts`, made ready by `admit`. Raises `ModelError` if none
+    can run, as the model lacks something."""
+    groups: list[RequestGroup] = []
+    down: list[ModelError] = []
+    loaded.read_ends()
+    for i, prompt in enumerate(prompts):
+        pooled = isinstance(prompt.settings.params, PoolingParams)
+        kind = PoolingGroup if pooled else RequestGroup
+        group = kind(next_id(), i, on_event)
+        groups.append(group)
+        try:
+            admit(loaded, adapters, group, prompt)
+        except ModelError as e:
+            down.append(e)
+            group.error = str(e)
+    if down and all(g.error for g in groups):
+        raise down[0]
+    return groups
 
 # %% ../../nbs/5_tasks/admit.ipynb #eb76f646
 # what asks for each of `POOLING_TASKS`: a method of `LLM`, and the url of a line or a request
@@ -61,49 +98,49 @@ ASKED_BY = dict(
 )
 
 
-def no_text(llm: LoadedModel) -> ModelError:
+def no_text(loaded: LoadedModel) -> ModelError:
     "The error for a prompt to a model that writes no text: it says what else can be asked."
-    tasks = llm.pooler.tasks
+    tasks = pooler_of(loaded).tasks
     either = lambda words: " or ".join(", ".join(dict.fromkeys(words)).rsplit(", ", 1))
     calls, urls = map(either, zip(*(ASKED_BY[task] for task in tasks)))
     return ModelError(
-        f"{type(llm.model).__name__} writes no text, it has {', '.join(tasks)}: call {calls}, or "
+        f"{type(loaded.model).__name__} writes no text, it has {', '.join(tasks)}: call {calls}, or "
         f"give lines of the Batch API with the url {urls}"
     )
 
 # %% ../../nbs/5_tasks/admit.ipynb #e15b0e77
 def admit_text(
-    llm: LoadedModel, group: RequestGroup, prompt: ParsedPrompt, params: SamplingParams
+    loaded: LoadedModel, group: RequestGroup, prompt: ParsedPrompt, params: SamplingParams
 ) -> RequestGroup:
     "As `admit`, for a prompt that is to be answered by `params`, without its adapter."
-    if not llm.can_generate:
-        raise no_text(llm)
+    if not loaded.can_generate:
+        raise no_text(loaded)
     timeout = prompt.settings.timeout
     group.params, group.deadline = params, None if timeout is None else group.start + timeout
     if prompt.error:
         group.refuse(prompt.error)
         return group
     try:
-        most = llm.max_model_len if params.truncate_prompt_tokens is None else None
+        most = loaded.max_model_len if params.truncate_prompt_tokens is None else None
         group.prompt, ids = encode_prompt(
-            llm.model, llm.tokenizer, prompt.text, prompt.ids, prompt.talk, most
+            loaded.model, loaded.tokenizer, prompt.text, prompt.ids, prompt.talk, most
         )
-        group.prompt_token_ids = ids = keep_last(ids, params, llm.max_model_len)
-        check_prompt(ids, llm.max_model_len, llm.vocab_size)
-        thinking = thinking_of(llm, ids) if prompt.talk is not None else None
+        group.prompt_token_ids = ids = keep_last(ids, params, loaded.max_model_len)
+        check_prompt(ids, loaded.max_model_len, loaded.vocab_size)
+        thinking = thinking_of(loaded, ids) if prompt.talk is not None else None
         if thinking is None:
-            check_budget(llm, params)
+            check_budget(loaded, params)
         rows = [
             SamplingRow.make(
                 params,
                 ids,
-                llm.eos_ids,
-                llm.tokenizer,
+                loaded.eos_ids,
+                loaded.tokenizer,
                 i,
-                llm.vocab_size,
-                llm.max_model_len,
-                mask_for(llm, params, thinking),
-                llm.logprobs_mode,
+                loaded.vocab_size,
+                loaded.max_model_len,
+                mask_for(loaded, params, thinking),
+                loaded.settings.logprobs_mode,
             )
             for i in range(params.n)
         ]

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -28,16 +28,17 @@ from batchlab.llm.inputs import (
     log_failures,
     parse_prompt,
     prompt_ids_of,
+    read_prompts,
 )
+from ..llm.answers import finished
+from .admit import AdaptedAnswers
+from ..llm.loaded import LoadedModel
 from ..models.lengths import check_length
 from .lora import Adapter, AdapterChoices, LoRARequest, adapters_for
 from ..models import start_token_id
 from ..llm.outputs import Outputs
 from ..core.params import SamplingParams
 from ..llm.shown import shows_bar
-
-if TYPE_CHECKING:
-    from batchlab.api import StreamCalls
 
 # %% auto #0
 __all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'ChoiceLogprobs', 'ChoiceScores', 'answer',
@@ -56,23 +57,23 @@ def split_choices(
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330011
 def encode_choices(
-    llm: StreamCalls, prompt: Prompt, choices: Sequence[Any], chat: bool = False
+    loaded: LoadedModel, prompt: Prompt, choices: Sequence[Any], chat: bool = False
 ) -> tuple[list[int], list[list[int]]]:
     """`prompt` (with `chat`, a conversation) and `choices` as `split_choices` gives them. Raises
     `PromptError`, `ModelError`.
 
     Where nothing is left in front of a choice, that is the token that stands for an empty
     prompt."""
-    model, tokenizer = llm.model, llm.tokenizer
+    model, tokenizer = loaded.model, loaded.tokenizer
     words: Any = tokenizer
     chat = chat or isinstance(prompt, dict) and "messages" in prompt
     text, ids = (None, None) if chat else parse_prompt(prompt)
     special = ids is None and not chat  # special tokens are the tokenizer's to add
-    if special and llm.max_model_len:
-        check_length(tokenizer, text or "", llm.max_model_len - 1)
+    if special and loaded.max_model_len:
+        check_length(tokenizer, text or "", loaded.max_model_len - 1)
     if ids is None:
         ids = (
-            prompt_ids_of(model, tokenizer, prompt, True, llm.max_model_len)[1]
+            prompt_ids_of(model, tokenizer, prompt, True, loaded.max_model_len)[1]
             if chat
             else encode_text(tokenizer, text or "")
         )
@@ -159,15 +160,14 @@ def _asking(ids: Sequence[int], start: int | None = None) -> SamplingParams:
     )
 
 
-def ask(llm: StreamCalls, questions: Sequence[Question]) -> None:
+def ask(llm: AdaptedAnswers, questions: Sequence[Question]) -> None:
     "Find out what `questions` ask, all in one call, of which nothing is logged."
     asked = [(q, tail, ids) for q in questions for tail, ids in q.asks().items()]
     params = [_asking(ids, len(q.shared) if tail else None) for q, tail, ids in asked]
-    for i, out in llm.iter_outputs(
-        [[*q.shared, *tail] for q, tail, _ in asked],
-        params,
-        lora_request=[q.adapter for q, *_ in asked],
-    ):
+    ids_each = [[*q.shared, *tail] for q, tail, _ in asked]
+    adapters = [q.adapter for q, *_ in asked]
+    read = read_prompts(ids_each, False, params, lora_request=adapters)
+    for i, out in finished(llm.events(read, longest_first=True)):
         q, tail, ids = asked[i]
         if out.error:
             q.error = q.error or out.error
@@ -323,7 +323,7 @@ def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Que
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #0c411655
 def choose(
-    llm: StreamCalls,
+    llm: AdaptedAnswers,
     prompts: Prompts,
     choices: Choices,
     chat: bool = False,
@@ -345,16 +345,19 @@ def choose(
     check_bar(use_tqdm)
     prompts = as_list(prompts, chat)
     check_forms(prompts, chat)
-    each, end_ids = choices_for(len(prompts), choices), sorted(llm.eos_ids) if end else ()
+    each, end_ids = choices_for(len(prompts), choices), sorted(llm.loaded.eos_ids) if end else ()
     if end and not end_ids:
         raise ParamError("end=True, and this model has no end token: leave it out", field="end")
-    adapters = adapters_for(llm, len(prompts), lora_request)
+    adapters = adapters_for(llm.adapters, len(prompts), lora_request)
 
     def question(
         prompt: Prompt, mine: Sequence[Any], adapter: Adapter | AdapterError | None
     ) -> Question:
         try:
-            keys, (shared, tails) = check_choices(mine), encode_choices(llm, prompt, mine, chat)
+            keys, (shared, tails) = (
+                check_choices(mine),
+                encode_choices(llm.loaded, prompt, mine, chat),
+            )
         except (PromptError, ParamError) as e:
             return Question([], error=str(e))
         return (

@@ -7,31 +7,31 @@ from __future__ import annotations
 
 import hashlib, itertools, json, math, re, secrets, threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ..core.scheduler import root_of
 from ..errors import AdapterError, Option, ParamError, UnsupportedModelError
+from ..llm.settings import AdapterModules
 from ..llm.shown import megabytes
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-    from batchlab.api.base import LoadedModel
+    from batchlab.llm.loaded import LoadedModel
     from batchlab.core.backend import Backend
     from batchlab.core.request import Request
     from batchlab.fast.adapters import LowRank
     from batchlab.llm.outputs import RequestGroup
 
 # %% auto #0
-__all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'AdapterModules', 'LoRARequest', 'AdapterConfig', 'read_adapter',
-           'Adapter', 'content_of', 'signature_of', 'changed', 'AdapterBounds', 'AdapterMemory', 'AdapterNames',
-           'AdapterFiles', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
-           'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules', 'LoRACalls']
+__all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
+           'content_of', 'signature_of', 'changed', 'AdapterBounds', 'AdapterMemory', 'AdapterNames', 'AdapterFiles',
+           'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters',
+           'adapter_named', 'adapter_names', 'check_folders', 'check_modules']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -374,9 +374,6 @@ AdapterChoice = (
     LoRARequest | Adapter | str | None
 )  # a name is one of `lora_modules`; None is the model alone
 AdapterChoices = AdapterChoice | Sequence[AdapterChoice]  # one for all prompts, or one for each
-AdapterModules = (  # see `read_modules`
-    Mapping[str, str | PathLike[str]] | Sequence[LoRARequest | str | Mapping[str, str]] | str | None
-)
 
 # %% ../../nbs/5_tasks/lora.ipynb #eb8a9941
 class AdapterBounds:
@@ -630,6 +627,12 @@ class Adapters(AdapterFiles):
                 self.loaded.pop(old.number, None)
         return old is not None
 
+    def load(self, asked: LoRARequest) -> bool:
+        "Read an adapter before a request asks for it. Raises `AdapterError`."
+        adapter = self.admit(asked)
+        self.weights([adapter.number])
+        return adapter.weights is not None
+
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0034
 def read_modules(modules: AdapterModules) -> dict[str, LoRARequest]:
     """`{name: folder}`, or a list of `LoRARequest`, 'name=folder' or vLLM's
@@ -670,58 +673,50 @@ def read_modules(modules: AdapterModules) -> dict[str, LoRARequest]:
     return found
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040
-def open_for(
-    llm: LoadedModel,
-    max_loras: object = None,
-    max_lora_rank: object = 16,
-    max_cpu_loras: object = None,
-    modules: AdapterModules | None = None,
-) -> Adapters:
-    """The `Adapters` of an `LLM` whose model is loaded, and has its own linear layers still.
-    Raises `ParamError`."""
+def open_for(loaded: LoadedModel) -> Adapters:
+    """The `Adapters` of a model that has its own linear layers still. Raises `ParamError`."""
     from batchlab.fast.adapters import linear_shapes
-    from batchlab.llm.config import check_counts
 
-    if llm.strategy != "continuous":
+    asked = loaded.settings
+    if asked.strategy != "continuous":
         raise ParamError(
             "adapters need {needed}, got {strategy!r}",
             needed=Option("strategy", "continuous"),
-            strategy=llm.strategy,
+            strategy=asked.strategy,
         )
-    at_once, rank, kept = check_counts(
-        max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
-    ).values()
-    named = read_modules(modules)
     return Adapters(
-        linear_shapes(llm.model),
-        llm.model.dtype.itemsize,
-        at_once or min(8, kept or 8),
-        rank or 16,
-        kept,
-        named,
+        linear_shapes(loaded.model),
+        loaded.model.dtype.itemsize,
+        asked.max_loras or min(8, asked.max_cpu_loras or 8),
+        asked.max_lora_rank or 16,
+        asked.max_cpu_loras,
+        read_modules(asked.lora_modules),
     )
 
 
-def look_up(llm: LoadedModel, asked: object) -> Adapter | AdapterError | None:
+def look_up(adapters: Adapters | None, asked: object) -> Adapter | AdapterError | None:
     "The adapter that is `asked` for, or why it can't be had; None if none is. Raises `ParamError`."
     if asked is None:
         return None
-    if llm.adapters is None:
+    if adapters is None:
         raise ParamError(
             "lora_request={asked!r:.300} needs {needed}",
             asked=asked,
             needed=Option("enable_lora", True, "LLM"),
         )
     try:
-        return llm.adapters.admit(asked)
+        return adapters.admit(asked)
     except AdapterError as e:
         return e
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040-1
-def put_adapter(llm: LoadedModel, group: RequestGroup, asked: object) -> Any:
+_G = TypeVar("_G", bound="RequestGroup")
+
+
+def put_adapter(adapters: Adapters | None, group: _G, asked: object) -> _G:
     """`group`, made ready by `admit`, with the adapter that is `asked` for, or None: its
     requests run with it, or it has an error. Raises `ParamError`."""
-    found = look_up(llm, asked)
+    found = look_up(adapters, asked)
     if isinstance(found, AdapterError):
         if not group.error:
             group.refuse(found)
@@ -733,7 +728,7 @@ def put_adapter(llm: LoadedModel, group: RequestGroup, asked: object) -> Any:
 
 
 def adapters_for(
-    llm: LoadedModel, n: int, lora_request: object
+    adapters: Adapters | None, n: int, lora_request: object
 ) -> list[Adapter | AdapterError | None]:
     """For each of `n` prompts, of which each makes many requests, what `look_up` says: whatever
     becomes of the files, all those have one adapter.
@@ -741,7 +736,7 @@ def adapters_for(
     `lora_request`: one for all or one each, as `LLM.generate` takes it. Raises `ParamError`."""
     from batchlab.llm.inputs import settings_for
 
-    return [look_up(llm, s.adapter) for s in settings_for(n, lora_request=lora_request)]
+    return [look_up(adapters, s.adapter) for s in settings_for(n, lora_request=lora_request)]
 
 # %% ../../nbs/5_tasks/lora.ipynb #04b140d4
 def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int, int]:
@@ -753,14 +748,13 @@ def plan_adapters(adapters: Adapters | None, groups: Sequence[Any]) -> tuple[int
     return sum(each[: adapters.max_cpu_loras]), adapters.limit_bytes
 
 
-def adapter_named(llm: LoadedModel, name: str | None) -> str | None:
-    "`name` if an adapter of `llm` is called so, else None."
-    return name if name in adapter_names(llm) else None
+def adapter_named(adapters: Adapters | None, name: str | None) -> str | None:
+    "`name` if one of `adapters` is called so, else None."
+    return name if name in adapter_names(adapters) else None
 
 
-def adapter_names(llm: LoadedModel) -> list[str]:
-    "What the adapters of `llm` are called."
-    adapters = getattr(llm, "adapters", None)
+def adapter_names(adapters: Adapters | None) -> list[str]:
+    "What `adapters` are called."
     return [] if adapters is None else [*adapters.known]
 
 # %% ../../nbs/5_tasks/lora.ipynb #cce8c900
@@ -779,13 +773,13 @@ def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = No
             raise AdapterError("adapter {name!r}: {why}", name=name, why=e) from e
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0040-2
-def check_modules(llm: LoadedModel, names: Collection[str] = ()) -> None:
-    """Look at all the adapters that `llm` was given, and at what they are called, if the model
-    goes by `names` for those who ask.
+def check_modules(adapters: Adapters | None, names: Collection[str] = ()) -> None:
+    """Look at all `adapters` that were given at the start, and at what they are called, if the
+    model goes by `names` for those who ask.
 
     Raises `AdapterError` for one that can't be loaded, `ParamError` for one of those names: who
     asks for it could mean either."""
-    if (adapters := getattr(llm, "adapters", None)) is None:
+    if adapters is None:
         return
     for name in adapters.modules:
         if name in names:
@@ -794,29 +788,3 @@ def check_modules(llm: LoadedModel, names: Collection[str] = ()) -> None:
                 "else"
             )
         adapters.admit(name)
-
-# %% ../../nbs/5_tasks/lora.ipynb #9813bc01
-class LoRACalls:
-    """The methods of `LLM` for adapters, by vLLM's names. A request that names an adapter loads
-    it by itself."""
-
-    adapters: Adapters | None
-
-    def _adapters(self) -> Adapters:
-        if self.adapters is None:
-            raise ParamError("adapters need {needed}", needed=Option("enable_lora", True, "LLM"))
-        return self.adapters
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        "Load an adapter before a request asks for it. Raises `AdapterError`."
-        self._adapters().weights([(a := self._adapters().admit(lora_request)).number])
-        return a.weights is not None
-
-    def remove_lora(self, lora_id: int) -> bool:
-        """Forget the adapter of that number; whether there was one. Requests that have it run to
-        their end."""
-        return self._adapters().remove(lora_id)
-
-    def list_loras(self) -> set[int]:
-        "The numbers of the adapters that requests asked for and that were not removed."
-        return {*self._adapters().current}

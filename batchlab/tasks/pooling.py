@@ -9,7 +9,7 @@ import inspect, logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,24 +18,23 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from ..core.attention import attention_override
 from ..errors import BatchlabError, ModelError, ParamError, PromptError
-from ..errors import PromptTooLongError, UnsupportedModelError, suggest_names
+from ..errors import PromptTooLongError, UnsupportedModelError
 from .lora import AdapterChoices
 from ..llm.inputs import Bar, PoolingEach, Prompt, Prompts, as_list, check_prompt
 from ..llm.inputs import is_talk, one_each, prompt_ids_of, read_prompts, unreadable
 from ..models.control import check_no_control
-from ..models.lengths import SHORT, beginning, check_length
+from ..models.lengths import SHORT, check_length
 from ..models import max_model_len
+from ..llm.answers import Answers, collect
+from ..llm.loaded import LoadedModel
 from ..llm.outputs import Outputs, RequestOutput
 from batchlab.llm.pooled import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolerConfig,
     PoolingGroup,
-    PoolingParams,
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
+from ..llm.pooling_params import PoolerConfig, PoolingParams
 from ..core.request import Request, Row, RowOutput, Task
 from batchlab.models.sentence import (
     ACTIVATIONS,
@@ -47,17 +46,14 @@ from batchlab.models.sentence import (
 )
 from ..core.tokens import cut_text, own_tokenizer
 
-if TYPE_CHECKING:
-    from batchlab.api.base import LoadedModel
-
 log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'tasks_of',
            'score_activation_for', 'pooling_of', 'num_types_of', 'PooledModel', 'PoolingCheck', 'PoolingEnd', 'Pooler',
-           'task_of', 'layers_of', 'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts', 'too_many',
-           'check_count', 'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'pool_prompts',
-           'VectorCalls', 'StateCalls', 'LabelCalls', 'PoolingCalls']
+           'pooler_of', 'task_of', 'layers_of', 'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts',
+           'too_many', 'check_count', 'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer',
+           'PoolOptions', 'pool_prompts', 'encode', 'reward', 'score']
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -392,6 +388,16 @@ class Pooler(PoolingEnd):
             x = step(x[None])[0]
         return self._finish(p, x)
 
+
+def _pooler(loaded: LoadedModel) -> Pooler:
+    config = PoolerConfig.of(loaded.settings.pooler_config)
+    return Pooler(loaded.model, loaded.tokenizer, config, loaded.causal)
+
+
+def pooler_of(loaded: LoadedModel) -> Pooler:
+    "The `Pooler` of a model, made when it is first asked for. Raises `UnsupportedModelError`."
+    return loaded.derived(_pooler)
+
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #7ask0030
 def task_of(row: Row) -> Pooling:
     "The task of `row`, which pools."
@@ -499,7 +505,7 @@ class EncodedText(str):
 
 
 def encode_texts(
-    llm: LoadedModel, prompts: Sequence[Any], each: Sequence[PoolingParams]
+    loaded: LoadedModel, prompts: Sequence[Any], each: Sequence[PoolingParams]
 ) -> list[Any]:
     """`prompts`, the plain texts among them tokenised at once, which is faster than one by one.
     `each`: what is wanted of each; those that cut, and those that may be too long, are left for
@@ -508,11 +514,15 @@ def encode_texts(
         type(t) is str and 0 < len(t) < SHORT and p.truncate_prompt_tokens is None
         for t, p in zip(prompts, each)
     ]
-    if llm.tokenizer is None or sum(plain) < 2:
+    if loaded.tokenizer is None or sum(plain) < 2:
         return list(prompts)
-    texts = [llm.pooler.start_of(p) + t for t, p, is_plain in zip(prompts, each, plain) if is_plain]
+    texts = [
+        pooler_of(loaded).start_of(p) + t
+        for t, p, is_plain in zip(prompts, each, plain)
+        if is_plain
+    ]
     try:
-        found = zip(texts, own_tokenizer(llm.tokenizer)(texts)["input_ids"])
+        found = zip(texts, own_tokenizer(loaded.tokenizer)(texts)["input_ids"])
     except Exception:
         return list(prompts)  # one of them is bad: it is to be told which
 
@@ -536,15 +546,17 @@ def check_count(n: int, limit: int | None) -> None:
         raise PromptTooLongError(f"the prompt has {n:,} tokens, {too_many(limit)}")
 
 
-def text_limit(llm: LoadedModel) -> int | None:
+def text_limit(loaded: LoadedModel) -> int | None:
     """The most tokens of a text that is pooled, or None. What a decoder that was trained for
     vectors takes may be less than what it could write from."""
     return min(
         (
             n
             for n in (
-                llm.limits.max_model_len,
-                llm.pooler.limit if llm.can_generate and llm.pooler.trained else None,
+                loaded.max_model_len,
+                pooler_of(loaded).limit
+                if loaded.can_generate and pooler_of(loaded).trained
+                else None,
             )
             if n
         ),
@@ -553,7 +565,7 @@ def text_limit(llm: LoadedModel) -> int | None:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00053
 def pooling_ids(
-    llm: LoadedModel, prompt: object, p: PoolingParams
+    loaded: LoadedModel, prompt: object, p: PoolingParams
 ) -> tuple[str | None, list[int], list[int] | None]:
     """A prompt that is to be pooled as `(text, ids, token types or None)`, cut if `p` says so.
     Raises `PromptError`, `ModelError`.
@@ -562,7 +574,11 @@ def pooling_ids(
     `token_type_ids`. Before a text stands the model's prompt, not before ids."""
     if isinstance(prompt, EncodedText):
         return str(prompt), prompt.ids, None
-    limit, start, num_types = text_limit(llm), llm.pooler.start_of(p), llm.pooler.num_types
+    limit, start, num_types = (
+        text_limit(loaded),
+        pooler_of(loaded).start_of(p),
+        pooler_of(loaded).num_types,
+    )
     most = (
         None
         if p.truncate_prompt_tokens is None
@@ -577,12 +593,12 @@ def pooling_ids(
         if not isinstance(pair, str | None) or len(d) > 1:
             raise PromptError(f"a pair is two strings, prompt and text_pair, got {prompt!r:.80}")
         if text or pair:
-            return _tokenized(llm, start + text, pair, most, limit)
+            return _tokenized(loaded, start + text, pair, most, limit)
     given: Any = d.get("prompt_token_ids", prompt)
     if most is None and isinstance(given, list) and not is_talk(given):
         check_count(len(given), limit)  # before they are looked at
     text, ids = prompt_ids_of(
-        llm.model, llm.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt)
+        loaded.model, loaded.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt)
     )
     if types is not None and (len(types) != len(ids) or not {*types} <= {0, 1}):
         raise PromptError(
@@ -596,20 +612,19 @@ def pooling_ids(
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #74c9392f
 def _tokenized(
-    llm: LoadedModel, text: str, pair: str | None, most: int | None, limit: int | None
+    loaded: LoadedModel, text: str, pair: str | None, most: int | None, limit: int | None
 ) -> tuple[str, list[int], list[int] | None]:
     """`text` and its `pair`, cut to `most` tokens if that is not None, as `pooling_ids` gives
     them. Raises `PromptError`, `ModelError`."""
-    tokenizer = llm.get_tokenizer()
+    tokenizer = loaded.get_tokenizer()
     if most is None and limit:
         for part in (text, pair or ""):
             check_length(tokenizer, part, limit, too_many(limit))
-    read = text if most is None or pair is not None else beginning(tokenizer, text, most)
     try:
         got: Any = (
-            own_tokenizer(tokenizer)(read, pair)
+            own_tokenizer(tokenizer)(text, pair)
             if most is None
-            else cut_text(tokenizer, read, pair, most)
+            else cut_text(tokenizer, text, pair, most)
         )
     except Exception as e:
         raise PromptError(unreadable(text + (pair or ""), e)) from e
@@ -622,7 +637,7 @@ def _tokenized(
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00055
 def admit_pooling(
-    llm: LoadedModel,
+    loaded: LoadedModel,
     group: PoolingGroup,
     prompt: object,
     params: PoolingParams,
@@ -632,16 +647,16 @@ def admit_pooling(
     "Tokenise and check `prompt`; give `group` its request, or its error. Raises `ModelError`."
     group.pooling, group.deadline = params, None if timeout is None else group.start + timeout
     try:
-        llm.pooler.check(params)
-        group.prompt, ids, types = pooling_ids(llm, prompt, params)
+        pooler_of(loaded).check(params)
+        group.prompt, ids, types = pooling_ids(loaded, prompt, params)
         group.prompt_token_ids = ids
-        if params.task == "score" and not (llm.pooler.classifies or llm.pooler.tags):
+        if params.task == "score" and not (pooler_of(loaded).classifies or pooler_of(loaded).tags):
             raise ParamError("a score is of two texts: ask llm.score for it")
-        check_count(len(ids), text_limit(llm))
-        check_prompt(ids, None, llm.vocab_size)
-        task = Pooling(llm.pooler, params, llm.pooler.needs_all(params, ids), types)
+        check_count(len(ids), text_limit(loaded))
+        check_prompt(ids, None, loaded.vocab_size)
+        task = Pooling(pooler_of(loaded), params, pooler_of(loaded).needs_all(params, ids), types)
         if params.layers:
-            task.layers = [i if i >= 0 else i + llm.pooler.depth + 1 for i in params.layers]
+            task.layers = [i if i >= 0 else i + pooler_of(loaded).depth + 1 for i in params.layers]
         group.requests = [Request(group.request_id, ids, 0, priority, task=task, group=group)]
     except ModelError:
         raise
@@ -691,7 +706,7 @@ def text_and_answer(prompt: Prompt | RequestOutput) -> Prompt | RequestOutput:
     return {"prompt_token_ids": [*(prompt.prompt_token_ids or []), *prompt.outputs[0].token_ids]}
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00063
-def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
+def _pair(loaded: LoadedModel, a: Any, b: Any, template: str | None) -> Any:
     """Two texts as one prompt: as the tokenizer joins a pair, or as a chat `template` writes
     what a query says, and a document. Raises `PromptError`."""
     if not isinstance(a, str) or not isinstance(b, str):
@@ -699,9 +714,11 @@ def _pair(llm: Any, a: Any, b: Any, template: str | None) -> Any:
     if template is None:
         return {"prompt": a, "text_pair": b}
     talk = [{"role": "query", "content": a}, {"role": "document", "content": b}]
-    check_no_control(llm.get_tokenizer(), template, [a, b])  # a document can't begin a turn
+    check_no_control(loaded.get_tokenizer(), template, [a, b])  # a document can't begin a turn
     try:
-        return llm.get_tokenizer().apply_chat_template(talk, chat_template=template, tokenize=False)
+        return loaded.get_tokenizer().apply_chat_template(
+            talk, chat_template=template, tokenize=False
+        )
     except BatchlabError:
         raise
     except Exception as e:
@@ -731,195 +748,93 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
     )
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #e7f546b6
+@dataclass(frozen=True)
+class PoolOptions:
+    """What a call for hidden states takes beside its prompts and parameters, see `LLM.embed`.
+    `tokenization`: vLLM's `tokenization_kwargs`; `raw`: tensors are wanted."""
+
+    use_tqdm: Bar = None
+    lora_request: AdapterChoices = None
+    tokenization: Mapping[str, object] | None = None
+    prompt_name: str | None = None
+    raw: bool = False
+
+
 def pool_prompts(
-    calls: VectorCalls,
-    task: str,
-    prompts: Prompts,
-    pooling_params: PoolingEach,
-    use_tqdm: Bar,
-    lora_request: AdapterChoices,
-    tokenization: Mapping[str, object] | None,
-    raw: bool = False,
-    prompt_name: str | None = None,
+    llm: Answers, task: str, prompts: Prompts, pooling_params: PoolingEach, options: PoolOptions
 ) -> Outputs[Any]:
-    """What `task` makes of each of `prompts`; with `raw` as tensors. For arguments see
-    `VectorCalls`. Raises `ModelError`, `ParamError` for what concerns all of them."""
-    llm: Any = calls  # the `LLM` that has them
+    """What `task` makes of each of `prompts`. Raises `ModelError`, `ParamError` for what concerns
+    all of them."""
     asked: list[Any] = as_list(prompts, is_talk(prompts))
-    if lora_request is None and any(own := [getattr(p, "lora_request", None) for p in asked]):
-        lora_request = own  # the one that answered
+    adapters = options.lora_request
+    if adapters is None and any(own := [getattr(p, "lora_request", None) for p in asked]):
+        adapters = own  # the one that answered
     asked = [text_and_answer(p) for p in asked]
-    each = _params(pooling_params, task, tokenization, len(asked))
-    if prompt_name is not None:
-        each = [replace(p, prompt_name=prompt_name) for p in each]
+    each = _params(pooling_params, task, options.tokenization, len(asked))
+    if options.prompt_name is not None:
+        each = [replace(p, prompt_name=options.prompt_name) for p in each]
     for p in dict.fromkeys(each):
-        llm.pooler.check(p)  # it concerns all: no result for each of them
-    asked = encode_texts(llm, asked, each)
-    params = [replace(p, raw=True) for p in each] if raw else each
-    return llm._collect(read_prompts(asked, False, params, lora_request=lora_request), use_tqdm)
-
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #02661786
-class VectorCalls:
-    "The call that gives vectors."
-
-    pooler: Any  # a `Pooler`, made when it is first needed
-
-    @property
-    def pooling_tasks(self) -> tuple[str, ...]:
-        "Which tasks of `PoolingParams` the model has."
-        return self.pooler.tasks
-
-    def embed(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: Bar = None,
-        pooling_params: PoolingEach = None,
-        lora_request: AdapterChoices = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-        prompt_name: str | None = None,
-    ) -> Outputs[EmbeddingRequestOutput]:
-        """A vector for each of `prompts`, texts or lists of ids: `outputs[i].outputs.embedding`.
-
-        Pooled as the model's folder says, see `Pooler`. `prompt_name`: which of the model's
-        prompts stands before each text."""
-        return pool_prompts(
-            self,
-            "embed",
-            prompts,
-            pooling_params,
-            use_tqdm,
-            lora_request,
-            tokenization_kwargs,
-            prompt_name=prompt_name,
-        )
+        pooler_of(llm.loaded).check(p)  # it concerns all: no result for each of them
+    asked = encode_texts(llm.loaded, asked, each)
+    params = [replace(p, raw=True) for p in each] if options.raw else each
+    read = read_prompts(asked, False, params, lora_request=adapters)
+    return collect(llm.events(read, longest_first=True), len(read), options.use_tqdm)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #6038b915
-class StateCalls(VectorCalls):
-    "The call that gives hidden states as they are."
+def encode(
+    llm: Answers,
+    prompts: Prompts,
+    pooling_params: PoolingEach,
+    pooling_task: str | None,
+    options: PoolOptions,
+) -> Outputs[PoolingRequestOutput]:
+    "See `LLM.encode`."
+    own: Any = pooling_params
+    if isinstance(own, (list, tuple)) and own:
+        own = own[0]
+    given = own.get("task") if isinstance(own, dict) else getattr(own, "task", None)
+    task = pooling_task or given or "token_embed"
+    return pool_prompts(llm, task, prompts, pooling_params, options)
 
-    def encode(
-        self,
-        prompts: Prompts,
-        pooling_params: PoolingEach = None,
-        *,
-        pooling_task: str | None = None,
-        use_tqdm: Bar = None,
-        lora_request: AdapterChoices = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-    ) -> Outputs[PoolingRequestOutput]:
-        """What `pooling_task` makes of each of `prompts`, as a tensor:
-        `outputs[i].outputs.data`. A `RequestOutput` stands for its prompt and first answer.
 
-        'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and
-        `positions` of `pooling_params` `[L, n, E]`."""
-        own: Any = pooling_params
-        if isinstance(own, (list, tuple)) and own:
-            own = own[0]
-        given = own.get("task") if isinstance(own, dict) else getattr(own, "task", None)
-        return pool_prompts(
-            self,
-            pooling_task or given or "token_embed",
-            prompts,
-            pooling_params,
-            use_tqdm,
-            lora_request,
-            tokenization_kwargs,
-            raw=True,
-        )
-
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #c03aa5c7
-class LabelCalls(StateCalls):
-    "The calls that ask a head."
-
-    def classify(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: Bar = None,
-        pooling_params: PoolingEach = None,
-        lora_request: AdapterChoices = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-    ) -> Outputs[ClassificationRequestOutput]:
-        """The probability of each class for each of `prompts`: `outputs[i].outputs.probs`.
-        Raises `ModelError` for a model without classes."""
-        return pool_prompts(
-            self, "classify", prompts, pooling_params, use_tqdm, lora_request, tokenization_kwargs
-        )
-
-    def reward(
-        self,
-        prompts: Prompts,
-        *,
-        use_tqdm: Bar = None,
-        pooling_params: PoolingEach = None,
-        lora_request: AdapterChoices = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-    ) -> Outputs[PoolingRequestOutput]:
-        """What the head of a reward model gives for each of `prompts`, as it is:
-        `outputs[i].outputs.data` `[labels]`."""
-        params = [
-            p if p.use_activation is not None else replace(p, use_activation=False)
-            for p in _params(
-                pooling_params, "classify", None, len(as_list(prompts, is_talk(prompts)))
-            )
-        ]
-        return pool_prompts(
-            self, "classify", prompts, params, use_tqdm, lora_request, tokenization_kwargs, raw=True
-        )
+def reward(
+    llm: Answers, prompts: Prompts, pooling_params: PoolingEach, options: PoolOptions
+) -> Outputs[PoolingRequestOutput]:
+    "See `LLM.reward`."
+    n = len(as_list(prompts, is_talk(prompts)))
+    params = [
+        p if p.use_activation is not None else replace(p, use_activation=False)
+        for p in _params(pooling_params, "classify", None, n)
+    ]
+    return pool_prompts(llm, "classify", prompts, params, options)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00065
-class PoolingCalls(LabelCalls):
-    """The methods of `LLM` that make something of hidden states. vLLM's names, arguments and
-    results; but `reward` gives the logits of a text where a head classifies texts, and of each
-    token where it classifies tokens."""
-
-    def score(
-        self,
-        data_1: Prompts,
-        data_2: Prompts,
-        /,
-        *,
-        use_tqdm: Bar = None,
-        pooling_params: PoolingEach = None,
-        lora_request: AdapterChoices = None,
-        tokenization_kwargs: Mapping[str, object] | None = None,
-        chat_template: str | None = None,
-    ) -> Outputs[ScoringRequestOutput]:
-        """How well texts of `data_1` and `data_2` belong together, one and many or as many of
-        each: `outputs[i].outputs.score`.
-
-        By a cross-encoder, which reads both texts at once, joined as its tokenizer does or by
-        `chat_template`, whose messages have roles query and document; or as the cosine of two
-        vectors."""
-        a, b = pair_up(data_1, data_2)
-        if self.pooler.classifies or self.pooler.tags:
-            return pool_prompts(
-                self,
-                "score",
-                [_pair(self, x, y, chat_template) for x, y in zip(a, b)],
-                pooling_params,
-                use_tqdm,
-                lora_request,
-                tokenization_kwargs,
-            )
-        if chat_template is not None:
-            raise ParamError(
-                "chat_template writes two texts as one, for a cross-encoder, and this model "
-                "compares vectors: leave it out",
-                field="chat_template",
-            )
-        key = lambda x: x if isinstance(x, str) else repr(x).encode()
-        texts = list({key(x): x for x in [*a, *b]}.values())
-        asked: Any = pooling_params
-        wants = PoolingParams.of(asked)
-        if wants.task == "score":
-            wants = replace(wants, task="embed")
-        vectors = pool_prompts(
-            self, "embed", texts, wants, use_tqdm, lora_request, tokenization_kwargs, raw=True
+def score(
+    llm: Answers,
+    data_1: Prompts,
+    data_2: Prompts,
+    pooling_params: PoolingEach,
+    options: PoolOptions,
+    chat_template: str | None,
+) -> Outputs[ScoringRequestOutput]:
+    "See `LLM.score`."
+    a, b = pair_up(data_1, data_2)
+    pooler = pooler_of(llm.loaded)
+    if pooler.classifies or pooler.tags:
+        pairs = [_pair(llm.loaded, x, y, chat_template) for x, y in zip(a, b)]
+        return pool_prompts(llm, "score", pairs, pooling_params, options)
+    if chat_template is not None:
+        raise ParamError(
+            "chat_template writes two texts as one, for a cross-encoder, and this model "
+            "compares vectors: leave it out",
+            field="chat_template",
         )
-        found = dict(zip(map(key, texts), vectors))
-        return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))
-
-
-suggest_names(VectorCalls, StateCalls, LabelCalls, PoolingCalls)
+    key = lambda x: x if isinstance(x, str) else repr(x).encode()
+    texts = list({key(x): x for x in [*a, *b]}.values())
+    asked: Any = pooling_params
+    wants = PoolingParams.of(asked)
+    if wants.task == "score":
+        wants = replace(wants, task="embed")
+    vectors = pool_prompts(llm, "embed", texts, wants, replace(options, raw=True))
+    found = dict(zip(map(key, texts), vectors))
+    return Outputs(_compared(found[key(x)], found[key(y)]) for x, y in zip(a, b))

@@ -17,7 +17,7 @@ from ..core.request import Request, StepPlan
 from ..core.sampling import DraftMask
 
 if TYPE_CHECKING:
-    from batchlab.api.base import LoadedModel
+    from batchlab.llm.loaded import LoadedModel
 
 log = logging.getLogger("batchlab")
 
@@ -282,26 +282,26 @@ class Lookup(Guesses):
             self.end(request)
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0038
-def exact_tokens(llm: LoadedModel) -> bool:
-    """Whether the tokens of `llm` do not depend on how many positions a step has. In fp32 on a CPU
+def exact_tokens(loaded: LoadedModel) -> bool:
+    """Whether the tokens of the model do not depend on how many positions a step has. In fp32 on a CPU
     log probabilities may do so in their last bits."""
-    plain = llm.model.dtype.itemsize >= 4 and llm.quantization is None
-    cpu_fp32 = plain and llm.device.type == "cpu"
-    return bool(llm.shapes) and (llm.backend.batch_invariant or cpu_fp32)
+    plain = loaded.model.dtype.itemsize >= 4 and loaded.settings.quantization is None
+    cpu_fp32 = plain and loaded.device.type == "cpu"
+    return bool(loaded.shapes) and (loaded.backend.batch_invariant or cpu_fp32)
 
 
-def make_proposer(llm: LoadedModel) -> Lookup | None:
-    "What drafts tokens for `llm`; None, said in a line, where they could change what it writes."
-    if llm.speculation is None:
+def make_proposer(loaded: LoadedModel) -> Lookup | None:
+    "What drafts tokens for the model; None, said in a line, where they could change what it writes."
+    if loaded.settings.speculation is None:
         return None
-    if not llm.can_generate:
+    if not loaded.can_generate:
         log.warning("speculation is off: this model writes no text")
         return None
-    if exact_tokens(llm):
+    if exact_tokens(loaded):
         return Lookup()
     log.warning(
         "speculation is off: the %s backend rounds differently in wider steps, and a token might "
         "change",
-        llm.backend.name,
+        loaded.backend.name,
     )
     return None

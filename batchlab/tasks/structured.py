@@ -19,14 +19,14 @@ from ..models.load import one_line
 from ..core.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from batchlab.api.base import LoadedModel
+    from batchlab.llm.loaded import LoadedModel
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
 __all__ = ['DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'SLOWEST', 'WHITESPACE', 'LONGEST', 'MOST', 'MOST_SCHEMA',
            'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'check_schema', 'Validity', 'grammar_text', 'check_wish',
-           'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammar_for']
+           'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammars_of', 'grammar_for']
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a5cae600
 def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
@@ -196,6 +196,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #val00002
 SLOWEST = 2.0  # seconds of processor time to check one answer
+DEEPEST = 64  # references in it, one in the other
 
 
 class Validity:
@@ -214,7 +215,8 @@ class Validity:
         names = "pattern", "patternProperties", "additionalProperties"
         own = dict(zip(names, (self._pattern, self._patterns, self._others)))
         rules = {k: self._timed(rule) for k, rule in (kind.VALIDATORS | own).items()}
-        self.until = 0.0
+        rules |= {k: self._bounded(rules[k]) for k in ("$ref", "$dynamicRef") if k in rules}
+        self.until, self.depth = 0.0, 0
         make = validators.extend(kind, rules)
         self.validator = make(schema, registry=Registry())
 
@@ -226,6 +228,20 @@ class Validity:
 
     def _timed(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: self._left() and rule(*given)
+
+    def _bounded(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        "`rule`, which goes on in another place: before Python's stack ends, where Rust would panic."
+
+        def walk(*given: Any) -> Iterator[Exception]:
+            self.depth += 1
+            try:
+                if self.depth > DEEPEST:
+                    raise RecursionError(f"more than {DEEPEST} references, one in the other")
+                yield from rule(*given)
+            finally:
+                self.depth -= 1
+
+        return walk
 
     def _fits(self, pattern: str, text: str) -> bool:
         return regex.search(pattern, text, timeout=self._left()) is not None
@@ -249,7 +265,7 @@ class Validity:
                 yield from v.descend(x[name], more, path=name)
 
     def __call__(self, text: str) -> str:
-        self.until = time.thread_time() + SLOWEST
+        self.until, self.depth = time.thread_time() + SLOWEST, 0
         try:
             wrong = next(self.validator.iter_errors(json.loads(text)), None)
         except Exception as e:  # whatever a schema does to the library
@@ -672,11 +688,11 @@ class Grammars:
             ) from e
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #gramf001
-def grammar_for(llm: LoadedModel, params: SamplingParams) -> Grammar | LabelMask | None:
+def grammars_of(loaded: LoadedModel) -> Grammars:
+    return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids)
+
+
+def grammar_for(loaded: LoadedModel, params: SamplingParams) -> Grammar | LabelMask | None:
     """What holds a new row to `params.structured_outputs`, None if it asks for no form. Raises
     `ParamError`."""
-    if params.structured_outputs is None:
-        return None
-    if llm.grammars is None:
-        llm.grammars = Grammars(llm.tokenizer, llm.vocab_size, llm.eos_ids)
-    return llm.grammars.of(params)
+    return None if params.structured_outputs is None else loaded.derived(grammars_of).of(params)

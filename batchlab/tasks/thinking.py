@@ -22,7 +22,7 @@ log = logging.getLogger("batchlab")
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from batchlab.api.base import LoadedModel
+    from batchlab.llm.loaded import LoadedModel
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -184,24 +184,24 @@ class Thinking:
         return ThoughtMask(self.marks, self.place, params.thinking_token_budget, grammar, eos_ids)
 
 
-def thinking_of(llm: LoadedModel, prompt_ids: Sequence[int]) -> Thinking | None:
+def thinking_of(loaded: LoadedModel, prompt_ids: Sequence[int]) -> Thinking | None:
     "The `Thinking` of the answers to a conversation of `prompt_ids`, None if the model has none."
-    tokenizer: Any = llm.tokenizer
+    tokenizer: Any = loaded.tokenizer
     marks = marks_of(tokenizer)
-    if marks is None or marks.open >= llm.vocab_size or marks.close >= llm.vocab_size:
+    if marks is None or marks.open >= loaded.vocab_size or marks.close >= loaded.vocab_size:
         return None
-    turns = {*tokenizer.all_special_ids, *llm.eos_ids} - {marks.open, marks.close}
+    turns = {*tokenizer.all_special_ids, *loaded.eos_ids} - {marks.open, marks.close}
     last = prompt_ids[-16:]
     blank = [i for i in {*last} if not tokenizer.decode([i]).strip()]
     return Thinking(marks, place_after(prompt_ids, marks, turns, blank))
 
 
 def mask_for(
-    llm: LoadedModel, params: SamplingParams, thinking: Thinking | None
+    loaded: LoadedModel, params: SamplingParams, thinking: Thinking | None
 ) -> TokenMask | None:
     "What holds a row to `params`, in the thought and in the answer. Raises `ParamError`."
-    grammar = grammar_for(llm, params)
-    return grammar if thinking is None else thinking.mask(params, grammar, llm.eos_ids)
+    grammar = grammar_for(loaded, params)
+    return grammar if thinking is None else thinking.mask(params, grammar, loaded.eos_ids)
 
 
 def aside_of(thinking: Thinking | None) -> Thought | None:
@@ -217,12 +217,12 @@ def say_no_thoughts() -> None:
     )
 
 
-def check_budget(llm: LoadedModel, params: SamplingParams) -> None:
+def check_budget(loaded: LoadedModel, params: SamplingParams) -> None:
     """Raise `ParamError` if `params` limit the thoughts of a prompt that is no conversation. Where
     the model has no tokens for thoughts, the log says so once."""
     if params.thinking_token_budget is None:
         return
-    if marks_of(llm.tokenizer) is None:
+    if marks_of(loaded.tokenizer) is None:
         say_no_thoughts()
     else:
         raise ParamError(

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.attention import attention_override
-from ..llm.config import check_count, rope_switch
+from ..llm.config import rope_switch
 from ..core.engine import log, out_of_memory
 from ..core.generation import Generation, make_request
 from .thinking import aside_of, mask_for, thinking_of
 from ..llm.inputs import check_prompt
 from ..errors import ParamError
+from ..llm.loaded import LoadedModel
+from ..llm.settings import check_count
+from .admit import AdaptedAnswers
 from ..llm.pooled import PoolingRequestOutput
 from batchlab.core.sampling import (
     SamplingRow,
@@ -31,7 +34,6 @@ from ..core.tokens import vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from batchlab.api import StreamCalls
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
 
 # %% auto #0
@@ -242,10 +244,10 @@ class Divergence:
 # %% ../../nbs/5_tasks/16_verify.ipynb #78f488bd
 @dataclass
 class Answer:
-    """One answer to check: `completion` of `out`, which `llm` gave. `params` are without log
+    """One answer to check: `completion` of `out`, which a model gave. `params` are without log
     probabilities, which nobody needs again."""
 
-    llm: StreamCalls
+    loaded: LoadedModel
     out: RequestOutput
     completion: CompletionOutput
 
@@ -261,26 +263,26 @@ class Answer:
         )
         self.prompt_ids, self.ids = self.out.prompt_token_ids, self.completion.token_ids
         looked = self.completion.reasoning is not None
-        self.thinking = thinking_of(self.llm, self.prompt_ids) if looked else None
+        self.thinking = thinking_of(self.loaded, self.prompt_ids) if looked else None
 
     def row(self) -> SamplingRow:
         "Its `SamplingRow` as it was before the first token."
-        llm = self.llm
+        loaded = self.loaded
         return SamplingRow.make(
             self.params,
             self.prompt_ids,
-            llm.eos_ids,
-            llm.tokenizer,
+            loaded.eos_ids,
+            loaded.tokenizer,
             self.completion.index,
-            llm.vocab_size,
-            llm.max_model_len,
-            mask_for(llm, self.params, self.thinking),
+            loaded.vocab_size,
+            loaded.max_model_len,
+            mask_for(loaded, self.params, self.thinking),
         )
 
     def alone(self, start: int, size: int) -> Alone:
         "The replay of `size` tokens from `start` on: what came before is their prompt."
         return Alone(
-            self.llm.model, [*self.prompt_ids, *self.ids[:start]], self.ids[start : start + size]
+            self.loaded.model, [*self.prompt_ids, *self.ids[:start]], self.ids[start : start + size]
         )
 
     def divergence(self, index: int, *args: Any, **kwargs: Any) -> Divergence:
@@ -336,7 +338,7 @@ def check_tokens(
         pairs[t] = torch.tensor([want[t] or 0, ids[t]])
     apart = lambda x: x.gather(1, pairs).diff()[:, 0]
     limit = alone.tolerances(apart).tolist() if tolerance is None else [tolerance] * len(ids)
-    tokenizer = a.llm.tokenizer
+    tokenizer = a.loaded.tokenizer
 
     def text(i: int | None) -> str:
         return "" if tokenizer is None else vocabulary_of(tokenizer).text(i or 0)
@@ -355,7 +357,7 @@ def check_tokens(
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #2eb405f8
 def check_answer(
-    llm: StreamCalls,
+    llm: AdaptedAnswers,
     out: RequestOutput,
     completion: CompletionOutput,
     tolerance: float | None = None,
@@ -363,14 +365,15 @@ def check_answer(
 ) -> list[Divergence]:
     """Every `Divergence` of one answer (`completion` of `RequestOutput` `out`), in the order of
     its tokens."""
-    a, size = Answer(llm, out, completion), max(1, max_logits // llm.vocab_size)
+    loaded = llm.loaded
+    a, size = Answer(loaded, out, completion), max(1, max_logits // loaded.vocab_size)
     row, again = a.row(), a.row()
     us = [again.uniform() for _ in a.ids]
     found = check_end(a)
     with (
         contextlib.nullcontext()
         if out.lora_request is None or llm.adapters is None
-        else llm.adapters.applied(llm.model, out.lora_request)
+        else llm.adapters.applied(loaded.model, out.lora_request)
     ):
         for s in range(0, len(a.ids), size):
             alone = a.alone(s, size)
@@ -479,7 +482,7 @@ def _sampled(
 
 
 def check_request(
-    llm: StreamCalls, out: RequestOutput, tolerance: float | None = None
+    llm: AdaptedAnswers, out: RequestOutput, tolerance: float | None = None
 ) -> list[Divergence] | str:
     "Every `Divergence` of the answers of `out`, or why they can't be checked."
     try:
@@ -492,7 +495,7 @@ def check_request(
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #8bc9e287
 def verify(
-    llm: StreamCalls,
+    llm: AdaptedAnswers,
     outputs: Iterable[RequestOutput] | RequestOutput,
     sample: int | None = 8,
     seed: int = 0,

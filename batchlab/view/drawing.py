@@ -110,9 +110,12 @@ def wide(texts: Iterable[object]) -> float:
     "How many pixels the longest of `texts` takes beside a row."
     return max([0, *(6.2 * len(str(s)) + 8 for s in texts)])
 
-# %% ../../nbs/8_view/drawing.ipynb #556fb5d9
-class Boxes:
-    "Boxes on a canvas, by what they mean."
+# %% ../../nbs/8_view/drawing.ipynb #cd59368c
+class Canvas:
+    """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from
+    the top left.
+
+    `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
 
     def __init__(self, width: float = 860) -> None:
         self.width, self.right, self.y = width, width - 16, 14.0
@@ -139,10 +142,6 @@ class Boxes:
     def has(self, kind: str) -> bool:
         "Whether anything on the canvas is of that kind."
         return kind in self.under or any(f'-{kind}"' in part for part in self.parts)
-
-# %% ../../nbs/8_view/drawing.ipynb #19da1d45
-class Shapes(Boxes):
-    "Shapes on a canvas, by what they mean."
 
     def text(
         self,
@@ -177,13 +176,6 @@ class Shapes(Boxes):
         self.parts.append(
             f'<polygon class="bl-{kind}" points="{_points(points)}" fill="{COLOURS[kind][0]}"/>'
         )
-
-# %% ../../nbs/8_view/drawing.ipynb #cd59368c
-class Canvas(Shapes):
-    """Collects the shapes of a `Picture`; `kind` is a key of `COLOURS`, places are pixels from
-    the top left.
-
-    `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
 
     def row(
         self,

@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib, threading, time
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from .. import __version__
-from ..api.base import CALLS
-from ..llm.config import check_count
+from ..llm.answers import Answers
+from ..llm.settings import check_count
 from ..core.engine import log
 from ..core.generation import Generation
 from ..core.request import Request
@@ -26,7 +26,6 @@ from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Row, Trace
 
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
-    from batchlab.api.base import LoadedModel
     from batchlab.llm.outputs import RequestGroup
     from batchlab.core.request import StepPlan
 
@@ -129,16 +128,23 @@ def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict
         d |= dict(prompt_ids=d["prompt_ids"].tolist(), output_ids=ids, pieces=pieces)
     return d
 
-# %% ../../nbs/8_view/trace.ipynb #0ff4abc3
-class RequestNotes:
-    """Notes on requests: `here`, those that wait or run.
+# %% ../../nbs/8_view/trace.ipynb #b79f25e9
+class RequestLog:
+    """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others.
+    `batch`: numbers of those that make way for others; `made`: how many tokens all got.
 
-    `batch`: numbers of those that make way for others. `made`: how many tokens they got."""
+    `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many
+    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTS` of all that ended;
+    `reasons`: how many ended why."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
+        self.text, self.max_ended, self.max_text = text, max_ended, max_text
         self.here: dict[Request, RequestRecord] = {}
+        self.ended: deque[RequestRecord] = deque()
         self.batch: set[int] = set()
-        self.num_requests = self.made = 0
+        self.num_requests = self.made = self.num_text = 0
+        self.sums, self.reasons = Counter[str](), Counter[str]()
+        self.dropped = Counter(requests=0, texts=0)
 
     def begin(self, arrival: float, **what: Any) -> RequestRecord:
         "The notes on one more."
@@ -181,21 +187,6 @@ class RequestNotes:
         said = ends[-1] if ends and r.group else 0  # and sent
         ends.extend([said] * (new - len(lengths)) + [said + n for n in lengths])
         self.made += new
-
-# %% ../../nbs/8_view/trace.ipynb #b79f25e9
-class RequestLog(RequestNotes):
-    """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others.
-
-    `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many
-    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTS` of all that ended;
-    `reasons`: how many ended why."""
-
-    def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
-        super().__init__()
-        self.text, self.max_ended, self.max_text, self.num_text = text, max_ended, max_text, 0
-        self.ended: deque[RequestRecord] = deque()
-        self.sums, self.reasons = Counter[str](), Counter[str]()
-        self.dropped = Counter(requests=0, texts=0)
 
     def end(self, r: Request, t: float, step: int) -> None:
         "`r` is over, before step number `step`: keep what is worth keeping, and let go of it."
@@ -297,55 +288,20 @@ def step_dict(s: StepRecord, began: float) -> dict:
         **dict(zip(POOL, s.pool)),
     )
 
-# %% ../../nbs/8_view/trace.ipynb #7d790bb6
-class StepNotes:
-    """Notes on steps: `taken`, the newest; `now`, the one that is being made, or None.
+# %% ../../nbs/8_view/trace.ipynb #9ed78d48
+class StepLog:
+    """Notes on the newest steps, with at most `max_rows` rows, as the engine's events come:
+    `taken`; `now`, the one that is being made, or None. `requests`: where requests are noted.
 
-    `requests`: where requests are noted. `num_steps`: how many steps there were. `sums`: their
+    `num_steps`: how many steps there were, of which the oldest were `dropped`. `sums`: their
     ledger, seconds of their parts, and tokens of prompts that they `read`."""
 
-    def __init__(self, requests: RequestLog) -> None:
-        self.requests, self.num_steps = requests, 0
+    def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
+        self.requests, self.max_rows = requests, max_rows
+        self.num_steps = self.num_rows = self.dropped = 0
         self.taken: deque[StepRecord] = deque()
         self.now: StepRecord | None = None
         self.sums: defaultdict[str, float] = defaultdict(int)
-
-    def plan(self, now: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
-        "Note `plan`, and in `requests` who has a row in it. A plan without rows is no step."
-        if not plan.rows:
-            self.now = None
-            return
-        requests, scheduler = self.requests, engine.scheduler
-        now.admitted = [requests.enter(r, t) for r in plan.admitted]
-        for row in plan.rows:
-            now.rows.extend(row_of(row, requests.in_step(row.request, now.step)))
-        now.waiting, now.running = len(scheduler.waiting), len(scheduler.running)
-        now.preempted = [requests.meet(r).number for r in plan.preempted]
-        now.copies = list(plan.copies)
-        now.ledger = [*vars(engine.ledger).values()]  # before; `close` makes a difference of it
-
-    def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
-        "Keep the step, which an exception of that name has ended if there was an `error`."
-        after = vars(engine.ledger).values()
-        now.ledger = [then - before for then, before in zip(after, now.ledger)]
-        note_memory(now, engine)
-        for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]):
-            self.sums[k] += n
-        self.sums["read"] += sum(row.n for row in now.shares if row.prefill)
-        self.sums["broken" if error else "steps"] += 1
-        self.num_steps += 1
-        now.error = error  # before others see the step
-        self.taken.append(now)
-        self.now = None
-
-# %% ../../nbs/8_view/trace.ipynb #9ed78d48
-class StepLog(StepNotes):
-    """Notes on the newest steps, with at most `max_rows` rows, as the engine's events come.
-    `dropped`: how many older ones went."""
-
-    def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
-        super().__init__(requests)
-        self.max_rows, self.num_rows, self.dropped = max_rows, 0, 0
 
     def note(self, engine: Any, event: str, x: Any, t: float, seconds: float) -> None:
         """Note an `event`, and what comes with it, as `Engine` and `LLM` tell them; at time `t`,
@@ -375,9 +331,34 @@ class StepLog(StepNotes):
             if r.finish_reason and r.group is None:
                 self.requests.end(r, t, self.num_steps)  # an engine without an LLM tells no end
 
+    def plan(self, now: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
+        "Note `plan`, and in `requests` who has a row in it. A plan without rows is no step."
+        if not plan.rows:
+            self.now = None
+            return
+        requests, scheduler = self.requests, engine.scheduler
+        now.admitted = [requests.enter(r, t) for r in plan.admitted]
+        for row in plan.rows:
+            now.rows.extend(row_of(row, requests.in_step(row.request, now.step)))
+        now.waiting, now.running = len(scheduler.waiting), len(scheduler.running)
+        now.preempted = [requests.meet(r).number for r in plan.preempted]
+        now.copies = list(plan.copies)
+        now.ledger = [*vars(engine.ledger).values()]  # before; `close` makes a difference of it
+
     def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
-        "Keep the step. The oldest may go for it, and requests that ended before the next."
-        super().close(now, engine, error)
+        """Keep the step, which an exception of that name has ended if there was an `error`. The
+        oldest may go for it, and requests that ended before the next."""
+        after = vars(engine.ledger).values()
+        now.ledger = [then - before for then, before in zip(after, now.ledger)]
+        note_memory(now, engine)
+        for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]):
+            self.sums[k] += n
+        self.sums["read"] += sum(row.n for row in now.shares if row.prefill)
+        self.sums["broken" if error else "steps"] += 1
+        self.num_steps += 1
+        now.error = error  # before others see the step
+        self.taken.append(now)
+        self.now = None
         self.num_rows += len(now.rows) // len(ROW)
         while self.num_rows > self.max_rows and len(self.taken) > 1:
             self.num_rows -= len(self.taken.popleft().rows) // len(ROW)
@@ -400,7 +381,7 @@ def about_run(llm: Any) -> dict:
     limits = {k: getattr(llm.limits, k) for k in names} | dict(max_model_len=llm.max_model_len)
     return dict(
         model=Path(getattr(model.config, "_name_or_path", "") or type(model).__name__).name,
-        strategy=llm.strategy,
+        strategy=llm.settings.strategy,
         backend=llm.backend.name,
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -416,14 +397,56 @@ def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
     return {str(i): vocabulary_of(tokenizer).text(i) for i in sorted(ids)}
 
 # %% ../../nbs/8_view/trace.ipynb #21bb52ef
-class Watcher:
-    """Notes what `source`, an `LLM` or an `Engine`, tells of its steps, between `start` and
-    `stop` or inside `with`. `cost`: seconds that this took."""
+class Watched(Protocol):
+    "What tells its `watchers` of each part of a step: an `LLM`, or an `Engine`."
 
-    def __init__(self, source: LoadedModel | Engine, step_log: StepLog) -> None:
-        self.source, self.step_log, self.last, self.cost = source, step_log, 0.0, 0.0
+    watchers: list[Callable[..., None]]
 
-    def __call__(self, source: LoadedModel | Engine, event: str, x: Any) -> None:
+# %% ../../nbs/8_view/trace.ipynb #4fa8e5f3
+def data_of(recorder: Recorder) -> dict:
+    "All that `recorder` has recorded so far, as its file has it."
+    log, steps = recorder.request_log, recorder.since()  # first: who comes now has no row in them
+    requests = [request_dict(r, recorder.began, log.text) for r in log.records()]
+    known = {r["request"] for r in requests}  # the oldest may have gone meanwhile
+    return dict(
+        format="batchlab-trace",
+        version=VERSION,
+        batchlab=__version__,
+        created=recorder.created.isoformat(timespec="seconds"),
+        **about_run(recorder.source),
+        max_rows=recorder.step_log.max_rows,
+        dropped=recorder.dropped,
+        row=list(ROW),
+        totals=recorder.totals,
+        tokens=texts_of_tokens(getattr(recorder.source, "tokenizer", None), requests),
+        steps=[step for step in steps if all(row[1] in known for row in step["rows"])],
+        requests=requests,
+    )
+
+# %% ../../nbs/8_view/trace.ipynb #c1da7bd4
+class Recorder(Trace):
+    """Records the steps of `source`, an `LLM` or an `Engine`, between `start` and `stop` or
+    inside `with`. It is a `Trace`.
+
+    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 32 bytes each;
+    beyond it the oldest steps go, with the requests that ended before. `max_text`: tokens whose
+    ids and text are kept, at about 10 bytes each. What went is counted in `dropped`, and
+    `totals` stay exact. `cost`: seconds that recording took."""
+
+    def __init__(
+        self,
+        source: Watched,
+        text: bool = True,
+        max_rows: int = 1_000_000,
+        max_text: int = 1_000_000,
+    ):
+        check_count("max_rows", max_rows)
+        self.request_log = RequestLog(text, max_rows, max_text)
+        self.step_log = StepLog(self.request_log, max_rows)
+        self.source, self.last, self.cost = source, 0.0, 0.0
+        self.began, self.created = time.perf_counter(), datetime.now(timezone.utc)
+
+    def __call__(self, source: object, event: str, x: Any) -> None:
         t = time.perf_counter()
         try:
             self.note(source, event, x, t)
@@ -433,7 +456,7 @@ class Watcher:
         self.last = time.perf_counter()
         self.cost += self.last - t
 
-    def note(self, source: LoadedModel | Engine, event: str, x: Any, t: float) -> None:
+    def note(self, source: object, event: str, x: Any, t: float) -> None:
         self.step_log.note(source, event, x, t, t - self.last)
 
     def start(self) -> Self:
@@ -459,53 +482,11 @@ class Watcher:
 
     def _between_steps(self) -> Any:
         "A context in which no other thread makes a step."
+        loop: Any = getattr(self.source, "loop", None)  # an `Engine` has none
         # a callback is inside a step of this thread
-        inside = getattr(self.source, "stepper", None) == threading.get_ident()
-        free = contextlib.nullcontext()
-        return free if inside else getattr(self.source, "mutex", free)
-
-# %% ../../nbs/8_view/trace.ipynb #4fa8e5f3
-def data_of(recorder: Recorder) -> dict:
-    "All that `recorder` has recorded so far, as its file has it."
-    log, steps = recorder.request_log, recorder.since()  # first: who comes now has no row in them
-    requests = [request_dict(r, recorder.began, log.text) for r in log.records()]
-    known = {r["request"] for r in requests}  # the oldest may have gone meanwhile
-    return dict(
-        format="batchlab-trace",
-        version=VERSION,
-        batchlab=__version__,
-        created=recorder.created.isoformat(timespec="seconds"),
-        **about_run(recorder.source),
-        max_rows=recorder.step_log.max_rows,
-        dropped=recorder.dropped,
-        row=list(ROW),
-        totals=recorder.totals,
-        tokens=texts_of_tokens(getattr(recorder.source, "tokenizer", None), requests),
-        steps=[step for step in steps if all(row[1] in known for row in step["rows"])],
-        requests=requests,
-    )
-
-# %% ../../nbs/8_view/trace.ipynb #c1da7bd4
-class Recorder(Watcher, Trace):
-    """Records the steps of `source`, an `LLM` or an `Engine`, between `start` and `stop` or
-    inside `with`. It is a `Trace`.
-
-    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 32 bytes each;
-    beyond it the oldest steps go, with the requests that ended before. `max_text`: tokens whose
-    ids and text are kept, at about 10 bytes each. What went is counted in `dropped`, and
-    `totals` stay exact. `cost`: seconds that recording took."""
-
-    def __init__(
-        self,
-        source: LoadedModel | Engine,
-        text: bool = True,
-        max_rows: int = 1_000_000,
-        max_text: int = 1_000_000,
-    ):
-        check_count("max_rows", max_rows)
-        self.request_log = RequestLog(text, max_rows, max_text)
-        super().__init__(source, StepLog(self.request_log, max_rows))
-        self.began, self.created = time.perf_counter(), datetime.now(timezone.utc)
+        if loop is None or loop.stepper == threading.get_ident():
+            return contextlib.nullcontext()
+        return loop.mutex
 
     @property
     def num_steps(self) -> int:
@@ -539,9 +520,6 @@ class Recorder(Watcher, Trace):
         ended = dict(self.request_log.reasons)
         return totals | dict(requests=ended, seconds=round(seconds, 6), tracing=cost)
 
-# %% ../../nbs/8_view/trace.ipynb #ea213b00
-CALLS.setdefault("trace", Recorder)
-
 # %% ../../nbs/8_view/trace.ipynb #68f987f9
 def slot_of(r: Request, first: int) -> list[Any]:
     """Of a running request: slot, id, phase, tokens of its prompt, computed, cached, of its
@@ -555,15 +533,20 @@ def slot_of(r: Request, first: int) -> list[Any]:
     return [first + (r.slot or 0), r.request_id[:40], phase, *counts, r.preemptible]
 
 # %% ../../nbs/8_view/trace.ipynb #321939a6
-def snapshot(llm: Any) -> dict[str, Any]:
+class WatchedAnswers(Watched, Answers, Protocol):
+    "An `LLM`, as who looks at it knows it."
+
+
+def snapshot(llm: Answers) -> dict[str, Any]:
     """What the engines of `llm` have in slots, queues and blocks, and the sums of all requests
-    that ended. For who holds `llm.mutex`."""
-    schedulers, slots, first = [e.scheduler for e in llm.engines.values()], [], 0
+    that ended. For who holds the loop's `mutex`."""
+    loop, limits, backend = llm.loop, llm.loaded.limits, llm.loaded.backend
+    schedulers, slots, first = [e.scheduler for e in loop.engines.values()], [], 0
     for s in schedulers:
         slots += [slot_of(r, first) for r in s.running]
         first += s.max_num_seqs
-    pools, sums = [s.pool for s in schedulers], llm.delivery.sums
-    total = (llm.limits.kv_tokens or 0) // (llm.backend.block_size or 1) or sum(map(len, pools))
+    pools, sums = [s.pool for s in schedulers], loop.delivery.sums
+    total = (limits.kv_tokens or 0) // (backend.block_size or 1) or sum(map(len, pools))
     cached = sum(len(p.cached) for p in pools)
     waiting = [r for s in schedulers for r in s.waiting]
     totals = dict(
@@ -571,13 +554,13 @@ def snapshot(llm: Any) -> dict[str, Any]:
         cached=sums["cached_tokens"],
         out=sums["output_tokens"],
         preempted=sums["preemptions"],
-        ended=dict(llm.delivery.ends),
+        ended=dict(loop.delivery.ends),
     )
     return dict(
         running=len(slots),
-        seats=first or llm.limits.max_num_seqs,
+        seats=first or limits.max_num_seqs,
         slots=sorted(slots),
-        waiting=len(waiting) + len(llm.inbox),
+        waiting=len(waiting) + len(loop.inbox),
         queue=[[r.request_id[:40], len(r.prompt_ids), r.preemptible] for r in waiting[:24]],
         behind=sum(r.preemptible for r in waiting),
         kv=dict(held=sum(p.num_held for p in pools), cached=cached, total=total),
@@ -597,10 +580,11 @@ class Live(Recorder):
     wanted = False
     shot: dict[str, Any] | None = None
 
-    def __init__(self, source: LoadedModel) -> None:
+    def __init__(self, source: WatchedAnswers) -> None:
         super().__init__(source, text=False, max_rows=1 << 16)
+        self.llm = source
 
-    def note(self, source: LoadedModel | Engine, event: str, x: Any, t: float) -> None:
+    def note(self, source: object, event: str, x: Any, t: float) -> None:
         super().note(source, event, x, t)
         if event == "text" and self.wanted:
             self.take()
@@ -610,7 +594,7 @@ class Live(Recorder):
         self.wanted, steps = False, self.step_log
         whole = [s.times for s in islice(reversed(steps.taken), 64) if not s.error]
         sums = [sum(times) for times in zip(*whole)] or [0.0] * len(PARTS)
-        self.shot = snapshot(self.source) | dict(
+        self.shot = snapshot(self.llm) | dict(
             t=time.perf_counter(),
             made=self.request_log.made,
             read=steps.sums["read"],
@@ -621,14 +605,13 @@ class Live(Recorder):
     def look(self, wait: float = 0) -> dict[str, Any] | None:
         """The newest state, in the thread of who looks: that of the last step, or one of this
         moment if the engine stands, or does within `wait` seconds. Another one is asked for."""
-        llm: Any = self.source
-        if (self.wanted or wait) and llm.mutex.acquire(timeout=wait):
+        loop = self.llm.loop
+        if (self.wanted or wait) and loop.mutex.acquire(timeout=wait):
             try:
                 self.take()
             finally:
-                llm.mutex.release()
-            with llm.progress:
-                llm.progress.notify_all()  # who wanted to step just now need not wait
+                loop.mutex.release()
+            loop.wake()  # who wanted to step just now need not wait
         if self.shot is None or time.perf_counter() - self.shot["t"] > TICK / 2:
             self.wanted = True
         return self.shot

@@ -275,9 +275,14 @@ def trace_frame(data: dict, what: str = "steps") -> pandas.DataFrame:
         [{k: count(v) for k, v in d.items() if k not in without} for d in data[what]]
     )
 
-# %% ../../nbs/8_view/tracefile.ipynb #2ccb7ace
-class TraceParts:
-    "A trace's `data`, with names for what is in it."
+# %% ../../nbs/8_view/tracefile.ipynb #8d81be3c
+class Trace:
+    """What happened in a run: `data` is what its file holds; `header`, `totals`, `steps` and
+    `requests` are parts of it.
+
+    `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each.
+    Times in seconds since the recording began. `tokens`: `{id: text}` of all ids in it.
+    `ledger`: the positions of all its steps, as a `Ledger`."""
 
     def __init__(self, data: dict):
         self._data = data
@@ -319,15 +324,6 @@ class TraceParts:
         raise TraceError(
             f"request {number!r} is not in this trace of {len(self.requests)}: see requests"
         )
-
-# %% ../../nbs/8_view/tracefile.ipynb #8d81be3c
-class Trace(TraceParts):
-    """What happened in a run: `data` is what its file holds; `header`, `totals`, `steps` and
-    `requests` are parts of it.
-
-    `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each.
-    Times in seconds since the recording began. `tokens`: `{id: text}` of all ids in it.
-    `ledger`: the positions of all its steps, as a `Ledger`."""
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the trace to `path` as one JSON file, whole or not at all; returns the path.

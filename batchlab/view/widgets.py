@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from ..errors import PromptError
-from ..llm.inputs import as_list, params_for
-from ..api import LLM
+from ..llm.inputs import as_list, params_for, read_prompt, settings_for
 from ..core.params import SamplingParams
 from .drawing import Canvas, Picture, esc, heading, legend, panel_html
 from .pictures import KINDS, draw_lanes, row_height
-from .trace import Recorder
+from .trace import Recorder, WatchedAnswers
 from .tracefile import slot_runs
 
 try:
@@ -31,7 +30,7 @@ except ImportError as e:
 
 if TYPE_CHECKING:
     from batchlab.llm.outputs import StreamEvent
-    from batchlab.llm.pooled import PoolingParams
+    from batchlab.llm.pooling_params import PoolingParams
 
 # %% auto #0
 __all__ = ['Panel', 'LiveView']
@@ -197,21 +196,23 @@ class Watch:
     """Notes what becomes of some requests of `llm`: `requests`, a `WatchedRequest` for each.
     `trace`: records the steps of `llm`."""
 
-    def __init__(self, llm: LLM):
+    def __init__(self, llm: WatchedAnswers):
         self.llm, self.trace = llm, Recorder(llm, text=False).start()
         self.requests: list[WatchedRequest] = []
         self.place: dict[str, int] = {}  # the index of a request by its id
         self.times: deque[tuple[float, int]] = deque(maxlen=4096)
 
     def add(
-        self, prompt: str | Sequence, params: SamplingParams | PoolingParams, **kw: Any
+        self, prompt: str | Sequence, params: SamplingParams | PoolingParams, chat: bool = False
     ) -> None:
-        "Hand one prompt to the engine, watched; `kw` as in `LLM.add_request`."
+        "Hand one prompt to the engine, watched; with `chat` a conversation."
         shown = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
         request_id = f"watch-{id(self)}-{len(self.requests)}"
         self.place[request_id] = len(self.requests)
         self.requests.append(WatchedRequest(request_id, shown))
-        self.llm.add_request(prompt, params, self.event, request_id, **kw)
+        [options] = settings_for(1, params)
+        read = [read_prompt(prompt, options, chat)]
+        self.llm.loop.submit(self.llm.admit(read, self.event, request_id))
 
     def event(self, e: StreamEvent) -> None:
         "Note what the engine tells of a request."
@@ -231,7 +232,7 @@ class Watch:
     def cancel(self, *places: int) -> None:
         "End the requests in these places, before the next step."
         for i in places:
-            self.llm.cancel(self.requests[i].request_id)
+            self.llm.loop.cancel(self.requests[i].request_id)
 
     @property
     def num_tokens(self) -> int:
@@ -283,93 +284,8 @@ def watch_line(watch: Watch, paused: bool) -> str:
     rate = f", {watch.rate():.0f} tokens/s" if state == "running" else ""
     return panel_html(f"<b>{state}</b>: {counts}, {watch.num_tokens} tokens{rate}")
 
-# %% ../../nbs/8_view/widgets.ipynb #26c9b3f4
-class LiveWidgets(Panel):
-    "A panel that can `build` what it shows of a `watch`, `rows` requests at a time, and buttons."
-
-    def build(self, watch: Watch, rows: int) -> None:
-        self.watch, self.llm, self.rows, self.paints = watch, watch.llm, rows, 0
-        self.pause = self.button("Pause", "hold the engine before its next step", self.toggle)
-        self.step = self.button("Step", "make one step and hold", self.make_step)
-        self.cancel = self.button(
-            "Cancel all", "end every request with what it has", self.cancel_all
-        )
-        last = len(watch.requests) - 1
-        self.one = self.field(W.BoundedIntText, "request", "170px", value=0, min=0, max=last)
-        self.one.observe(lambda _: self.paint(), "value")
-        self.cancel_one = self.button(
-            "Cancel this", "end this request with what it has", lambda: watch.cancel(self.one.value)
-        )
-        self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
-        self.texts = self.make(W.HTML)
-        tools = self.row(self.pause, self.step, self.cancel, self.one, self.cancel_one)
-        self.box = self.make(W.VBox, [tools, self.status, self.slots, self.texts])
-
-    def toggle(self) -> None:
-        (self.llm.resume if self.llm.paused else self.llm.pause)()
-
-    def make_step(self) -> None:
-        self.llm.pause()
-        self.llm.step(wait=True)  # a click is a step, whoever has the engine just now
-
-    def cancel_all(self) -> None:
-        self.watch.cancel(*range(len(self.watch.requests)))
-
-    def paint(self) -> None:
-        """Show the state of this moment. What is as it was is not sent again: a trait that gets
-        an equal value keeps still."""
-        watch, requests, self.paints = self.watch, self.watch.requests, self.paints + 1
-        self.status.value = watch_line(watch, self.llm.paused)
-        self.slots.value = panel_html(watch_picture(watch).svg)
-        first = max(0, min(self.one.value, len(requests) - self.rows))
-        shown = list(enumerate(requests))[first : first + self.rows]
-        texts = "".join(request_html(i, r) for i, r in shown)
-        self.texts.value = panel_html(texts)
-        self.pause.description = "Go on" if self.llm.paused else "Pause"
-        for b in (self.pause, self.step, self.cancel):
-            b.disabled = watch.done
-        self.cancel_one.disabled = requests[self.one.value].done
-
-    def picture(self) -> str:
-        return watch_picture(self.watch).svg
-
-# %% ../../nbs/8_view/widgets.ipynb #778becc9
-class LivePainter(LiveWidgets):
-    "A view with a thread that paints it until its requests are done."
-
-    threads: weakref.WeakSet[Any] = weakref.WeakSet()  # of engines, that views have started
-
-    hz: float
-    painter: threading.Thread
-
-    def _paint_on(self) -> None:
-        while self.llm.thread and not self.watch.done:  # also after `end` has cancelled them
-            if not self.closed:
-                self.paint()
-            time.sleep(1 / self.hz)
-        self.watch.trace.stop()
-        if self.llm.thread in LivePainter.threads and not self.llm.groups:
-            self.llm.stop()  # else the requests of somebody else go on
-        if not self.closed:
-            self.paint()
-
-    def wait(self, timeout: float = 600) -> bool:
-        "Wait until all requests are done; whether they are. A paused view goes on."
-        self.llm.resume()
-        self.painter.join(timeout)
-        return self.watch.done
-
-    def settle(self) -> None:
-        self.wait()
-
-    def end(self) -> None:
-        "Cancel what is left, and wait until it has ended."
-        self.cancel_all()
-        if self.painter is not threading.current_thread():
-            self.painter.join(60)
-
 # %% ../../nbs/8_view/widgets.ipynb #67fcc9cf
-class LiveView(LivePainter):
+class LiveView(Panel):
     """Runs `prompts` on `llm` and shows it as it happens: slots filling, texts streaming, tokens
     per second.
 
@@ -377,9 +293,11 @@ class LiveView(LivePainter):
     `llm` meanwhile moves everybody. `rows`: requests shown at a time. `paused`: begin so. Else
     as `LLM.stream`. Raises `PromptError`, `ParamError`."""
 
+    threads: weakref.WeakSet[Any] = weakref.WeakSet()  # of engines, that views have started
+
     def __init__(
         self,
-        llm: LLM,
+        llm: WatchedAnswers,
         prompts: Any = (),
         sampling_params: Any = None,
         chat: bool = False,
@@ -398,12 +316,84 @@ class LiveView(LivePainter):
         super().__init__(cell)  # which ends the view that the cell had before
         self.hz, watch = hz, Watch(llm)
         if paused:
-            llm.pause()
+            llm.loop.pause()
         for p, q in zip(prompts, params):
             watch.add(p, q, chat=chat)
-        self.build(watch, min(rows, len(prompts)))
+        self._build(watch, min(rows, len(prompts)))
         self.paint()
         self.painter = threading.Thread(target=self._paint_on, name="batchlab-widget", daemon=True)
-        if llm.thread is None:
-            LiveView.threads.add(llm.start().thread)
+        if llm.loop.thread is None:
+            LiveView.threads.add(llm.loop.start().thread)
         self.painter.start()
+
+    def _build(self, watch: Watch, rows: int) -> None:
+        self.watch, self.llm, self.rows, self.paints = watch, watch.llm, rows, 0
+        self.pause = self.button("Pause", "hold the engine before its next step", self.toggle)
+        self.step = self.button("Step", "make one step and hold", self.make_step)
+        self.cancel = self.button(
+            "Cancel all", "end every request with what it has", self.cancel_all
+        )
+        last = len(watch.requests) - 1
+        self.one = self.field(W.BoundedIntText, "request", "170px", value=0, min=0, max=last)
+        self.one.observe(lambda _: self.paint(), "value")
+        self.cancel_one = self.button(
+            "Cancel this", "end this request with what it has", lambda: watch.cancel(self.one.value)
+        )
+        self.status, self.slots = self.make(W.HTML), self.make(W.HTML)
+        self.texts = self.make(W.HTML)
+        tools = self.row(self.pause, self.step, self.cancel, self.one, self.cancel_one)
+        self.box = self.make(W.VBox, [tools, self.status, self.slots, self.texts])
+
+    def toggle(self) -> None:
+        self.llm.loop.pause(not self.llm.loop.paused)
+
+    def make_step(self) -> None:
+        self.llm.loop.pause()
+        self.llm.loop.step(wait=True)  # a click is a step, whoever has the engine just now
+
+    def cancel_all(self) -> None:
+        self.watch.cancel(*range(len(self.watch.requests)))
+
+    def paint(self) -> None:
+        """Show the state of this moment. What is as it was is not sent again: a trait that gets
+        an equal value keeps still."""
+        watch, requests, self.paints = self.watch, self.watch.requests, self.paints + 1
+        self.status.value = watch_line(watch, self.llm.loop.paused)
+        self.slots.value = panel_html(watch_picture(watch).svg)
+        first = max(0, min(self.one.value, len(requests) - self.rows))
+        shown = list(enumerate(requests))[first : first + self.rows]
+        texts = "".join(request_html(i, r) for i, r in shown)
+        self.texts.value = panel_html(texts)
+        self.pause.description = "Go on" if self.llm.loop.paused else "Pause"
+        for b in (self.pause, self.step, self.cancel):
+            b.disabled = watch.done
+        self.cancel_one.disabled = requests[self.one.value].done
+
+    def picture(self) -> str:
+        return watch_picture(self.watch).svg
+
+    def _paint_on(self) -> None:
+        while self.llm.loop.thread and not self.watch.done:  # also after `end` has cancelled them
+            if not self.closed:
+                self.paint()
+            time.sleep(1 / self.hz)
+        self.watch.trace.stop()
+        if self.llm.loop.thread in LiveView.threads and not self.llm.loop.groups:
+            self.llm.loop.stop()  # else the requests of somebody else go on
+        if not self.closed:
+            self.paint()
+
+    def wait(self, timeout: float = 600) -> bool:
+        "Wait until all requests are done; whether they are. A paused view goes on."
+        self.llm.loop.pause(False)
+        self.painter.join(timeout)
+        return self.watch.done
+
+    def settle(self) -> None:
+        self.wait()
+
+    def end(self) -> None:
+        "Cancel what is left, and wait until it has ended."
+        self.cancel_all()
+        if self.painter is not threading.current_thread():
+            self.painter.join(60)

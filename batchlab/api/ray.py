@@ -18,20 +18,20 @@ from typing import Any
 import batchlab, numpy as np, torch
 
 from ..errors import BatchlabError, JobError, ParamError, no_name
-from ..api import LLM
+from . import LLM
 from ..core.params import SETTINGS
 from ..errors import check_names
-from .job import Job, Run, in_good_order
-from .progress import JobResult
-from .journal import Ledgerbook, Outbox, has_records, journal_of, sort_records
-from ..llm.pooled import PoolingParams
+from ..jobs.job import Job, Run, in_good_order
+from ..jobs.progress import JobResult
+from ..jobs.journal import Ledgerbook, Outbox, has_records, journal_of, sort_records
+from ..llm.pooling_params import PoolingParams
 from ..llm.outputs import StreamEvent
-from .lines import JobLine, failure_of, parse_line
-from .pooling import PoolingRequest
-from .schema import tokens_used
-from .settings import is_setting
-from .runner import LineRunner, model_digest
-from .tables import Columns, flat
+from ..jobs.lines import JobLine, failure_of, parse_line
+from ..jobs.pooling import PoolingRequest
+from ..jobs.schema import tokens_used
+from ..jobs.settings import is_setting
+from ..jobs.runner import LineRunner, model_digest
+from ..jobs.tables import Columns, flat
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #f9688a5c
 class LineQueue(LineRunner):
@@ -355,9 +355,11 @@ def about(folder: str, llm: dict[str, Any]) -> SimpleNamespace:
     "What a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
     engine = engine_in(folder, llm)
     known, template = engine.adapters, getattr(engine.tokenizer, "chat_template", None)
-    names = "limits", "strategy", "weights_digest", "quantization"
+    settings = engine.settings
     return SimpleNamespace(
-        **{k: getattr(engine, k) for k in names},
+        limits=engine.limits,
+        settings=SimpleNamespace(strategy=settings.strategy, quantization=settings.quantization),
+        engines=SimpleNamespace(weights_digest=engine.engines.weights_digest),
         model=SimpleNamespace(config=engine.model.config),
         tokenizer=SimpleNamespace(chat_template=template),
         adapters=known and SimpleNamespace(known=[*known.known], digest=known.digest),
@@ -572,7 +574,7 @@ class RayJob(Job):
             **vars(found), ray=ray, workers=self.workers, needs=needs, engine=engine
         )
 
-    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
+    def begin(self, llm: object, book: Ledgerbook, outbox: Outbox) -> Run:
         return RayRun(self, llm, book, outbox)
 
 

@@ -1,39 +1,34 @@
-"A plan says what a call takes in all and whether that fits; and it is made without weights where there are none."
+"A plan says what a call takes in all, and whether that fits."
 
 import json
 
 import pytest, torch
 
 from batchlab.api import LLM, SamplingParams
-from batchlab.api import plan as planning
-from batchlab.api import unloaded
-from batchlab.api.unloaded import UnloadedLLM, stand_in
+from batchlab.tasks import plan as planning
 from batchlab.cli import main
-from batchlab.errors import ModelError, ParamError, UnsupportedModelError
+from batchlab.errors import UnsupportedModelError
 from batchlab.llm import config
 from batchlab.machine import memory_limits
 from batchlab.llm.outputs import MemoryPlan, memory_lines
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.models.fetch import weights_missing
 from helpers import python
-from test_encoders import encoder
 
 HOW = dict(max_num_seqs=2, max_model_len=64, kv_cache_bytes=10**6)
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = ["One, two,", "Red, green,", "The sea", "a" * 100]
 
 
-def outline(folder, model, tokenizer=tiny_tokenizer):
-    "A folder with the config of `model`, the `tokenizer` that this makes, and no weights."
+def outline(folder, model):
+    "A folder with the config of `model`, a tokenizer, and no weights."
     model.config.save_pretrained(folder)
-    if tokenizer:
-        tokenizer().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def machine(monkeypatch, total, free):
     "A machine with so many bytes of memory."
-    for module in (planning, config, unloaded):
+    for module in (planning, config):
         for name, n in dict(total_memory=total, free_memory=free).items():
             monkeypatch.setattr(module, name, lambda device, n=n: n, raising=False)
 
@@ -64,7 +59,7 @@ def test_a_loaded_model_fits_with_what_it_holds_already(monkeypatch):
     assert plan.free_bytes == 10**6 + plan.weights_bytes + plan.libraries_bytes and plan.fits
     assert plan.libraries_bytes == planning.LIBRARIES_BYTES and not plan.loading_bytes
     widest = llm.model.config.intermediate_size
-    assert plan.workspace_bytes == 3 * 512 * widest * 4 + 4 * plan.slots * llm.vocab_size
+    assert plan.workspace_bytes == 3 * 512 * widest * 4 + 4 * plan.slots * llm.loaded.vocab_size
     machine(monkeypatch, 10**9, 1000)
     assert not llm.plan(PROMPTS[:3], GREEDY).fits
 
@@ -103,7 +98,7 @@ LLM(tiny_model("llama"))  # loads what is loaded when first used
 join, fused.WeightPacker.join = fused.WeightPacker.join, watched
 seen = [own()]
 llm = LLM(sys.argv[1], dtype="fp32")
-print(json.dumps(dict(peak=max(seen) - seen[0], planned=llm.loading_bytes)))
+print(json.dumps(dict(peak=max(seen) - seen[0], planned=llm.loaded.loading_bytes)))
 """
 
 
@@ -121,13 +116,15 @@ def test_packing_takes_what_the_plan_says(tmp_path):
 
 def test_a_plan_for_another_machines_memory(tmp_path, monkeypatch, capsys):
     folder, how = outline(tmp_path, tiny_model("llama")), dict(max_num_seqs=4, max_model_len=64)
-    llm = UnloadedLLM(folder, device="cpu", dtype="bf16", **how)
+    tiny_model("llama").save_pretrained(folder)
+    llm = LLM(folder, device="cpu", dtype="bf16", **how)
     most = llm.plan(PROMPTS[:3] * 4, GREEDY, memory_bytes=10**12)
     one = llm.plan(PROMPTS[:3] * 4, GREEDY, memory_bytes=planning.LIBRARIES_BYTES)
     assert most.fits and most.slots == 4 and most.kv_limit_bytes > 10**11
     assert not one.fits and one.slots == 1 and one.kv_limit_bytes < most.kv_bytes
-    small = UnloadedLLM(folder, device="cpu", dtype="bf16", quantization="int8", **how)
-    assert small.loading_bytes == llm.loading_bytes > llm.weights_bytes > small.weights_bytes
+    small = LLM(folder, device="cpu", dtype="bf16", quantization="int8", **how)
+    of, of_small = llm.loaded, small.loaded
+    assert of_small.loading_bytes == of.loading_bytes > of.weights_bytes > of_small.weights_bytes
     (tmp_path / "in.jsonl").write_text(json.dumps(dict(prompt="Hi")))
     args = ["plan", "-i", str(tmp_path / "in.jsonl"), "--max-model-len", "64", "--memory"]
     assert main([*args, "8GB"], llm) == 0
@@ -173,90 +170,19 @@ def test_a_containers_limit_is_the_machines_memory(monkeypatch, limits, total, f
     assert (config.total_memory(cpu), config.free_memory(cpu)) == (total, free)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral", "phi3", "bloom"])
-def test_the_same_plan_with_weights_and_without(tmp_path, family):
-    model = tiny_model(family)
-    known = LLM(model, tiny_tokenizer(), compile=False, **HOW)
-    folder = outline(tmp_path, model)
-    guess = UnloadedLLM(folder, device="cpu", dtype="fp32", **HOW)
-    a, b = known.plan(PROMPTS, GREEDY), guess.plan(PROMPTS, GREEDY)
-    for name in ("num_requests", "prompt_tokens", "longest", "weights_bytes", "workspace_bytes"):
-        assert getattr(a, name) == getattr(b, name), name
-    assert [*a.refused] == [*b.refused] == [3]
-    if known.shapes:  # it runs packed, as an unloaded one is taken to
-        assert known.shapes == guess.shapes
-        assert (a.slots, a.kv_bytes, a.blocks) == (b.slots, b.kv_bytes, b.blocks)
-    assert "from the config alone" in str(b) and "from the config" not in str(a)
-    assert all(p.is_meta for p in guess.model.parameters())
-
-
-def test_a_loaded_model_is_refused():
-    with pytest.raises(ParamError, match="a loaded model has its weights"):
-        UnloadedLLM(tiny_model("llama"))
-
-
-def test_an_encoder_without_its_weights_keeps_no_keys(tmp_path):
-    model = encoder("bert")
-    folder = outline(tmp_path, model)
-    guess = UnloadedLLM(folder, device="cpu", dtype="fp32", max_num_seqs=2)
-    assert not guess.can_generate and not guess.causal
-    known = LLM(model, tiny_tokenizer(), compile=False, max_num_seqs=2)
-    assert guess.limits.kv_bytes_per_token == known.limits.kv_bytes_per_token
-
-
-def test_int8_and_bf16_without_weights(tmp_path):
-    folder = outline(tmp_path, tiny_model("llama"))
-    size = lambda **how: UnloadedLLM(folder, device="cpu", **how).weights_bytes
-    fp32, bf16, int8 = size(dtype="fp32"), size(dtype="bf16"), size(quantization="int8")
-    assert bf16 * 2 == fp32 and int8 < bf16
-
-
-def test_nothing_runs_without_weights(tmp_path):
-    llm = UnloadedLLM(outline(tmp_path, tiny_model("llama")), device="cpu", **HOW)
-    for call in (
-        lambda: llm.generate(PROMPTS, use_tqdm=False),
-        lambda: next(llm.stream(PROMPTS)),
-        lambda: llm.add_request("a"),
-        lambda: llm.score("a", ["b"]),
-    ):
-        with pytest.raises(ModelError, match="only the config"):
-            call()
-    llm.close()
-
-
-def test_a_model_that_leaves_no_room_is_planned_for(tmp_path, monkeypatch):
-    folder = outline(tmp_path, tiny_model("llama"))
-    machine(monkeypatch, 10**5, 10**5)
-    plan = UnloadedLLM(folder, device="cpu", dtype="fp32").plan(PROMPTS, GREEDY)
-    assert plan.fits is False and not plan.refused and plan.slots
-
-
-def test_tokens_are_estimated_where_there_is_no_tokenizer(tmp_path):
-    folder = outline(tmp_path, tiny_model("llama"), tokenizer=None)
-    llm = UnloadedLLM(folder, device="cpu")
-    text = "Zeilen\nund 日本 <?> {{ x }} " * 20
-    plan = llm.plan([text, [1, 2, 3]], GREEDY)
-    assert plan.prompt_tokens == -(-len(text) // 4) + 3 and not plan.refused
-    assert "each 4 characters were counted" in str(plan) and not plan.shared_tokens
-    talk = [dict(role="user", content=text)]
-    more = len(stand_in().apply_chat_template(talk, tokenize=True)["input_ids"])
-    assert llm.plan([dict(messages=talk)], GREEDY).prompt_tokens == more
-
-
 @pytest.mark.parametrize(
     "config, error",
     [
-        (dict(quantization_config=dict(quant_method="hqq")), UnsupportedModelError),
         (dict(architectures=["LlamaForMaskedLM"]), UnsupportedModelError),
         (dict(model_type="mine"), UnsupportedModelError),
     ],
 )
-def test_what_would_not_load_is_not_planned_for(tmp_path, config, error):
+def test_what_can_not_load_is_refused_by_its_config(tmp_path, config, error):
     outline(tmp_path, tiny_model("llama"))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises(error):
-        UnloadedLLM(tmp_path, device="cpu")
+        LLM(tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "unheard of"])
@@ -265,43 +191,5 @@ def test_packed_folders_are_refused_before_weights_are_read(tmp_path, method):
     file = tmp_path / "config.json"
     packed = dict(quantization_config=dict(quant_method=method, bits=4))
     file.write_text(json.dumps(json.loads(file.read_text()) | packed))
-    for ask in (LLM, UnloadedLLM):
-        with pytest.raises(UnsupportedModelError, match=rf"{method}.*\.gguf file"):
-            ask(tmp_path, device="cpu")
-
-
-def test_where_weights_are_missing(tmp_path, monkeypatch):
-    whole, bare, empty = tmp_path / "whole", tmp_path / "bare", tmp_path / "empty"
-    tiny_model("llama").save_pretrained(whole)
-    outline(bare, tiny_model("llama"))
-    empty.mkdir()
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    for name, missing in (
-        (whole, False),
-        (bare, True),
-        (empty, False),
-        (None, False),
-        ("no/such/folder", False),
-        ("my.gguf", False),
-        ("./nowhere", False),
-        ("batchlab/no-such-model", True),
-    ):
-        assert weights_missing(name) is missing, name
-
-
-def test_the_command_plans_by_the_config_alone(tmp_path, capsys, monkeypatch):
-    folder = str(outline(tmp_path / "m", tiny_model("llama"), tokenizer=None))
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(f"{json.dumps(dict(prompt='a' * n))}\n" for n in (40, 80)))
-    plan = lambda *more: main(["plan", "-i", str(source), "--model", folder, *more])
-    assert plan() == 0
-    said = capsys.readouterr().out
-    assert "tokens: 30 in prompts" in said and "from the config alone" in said
-    assert "total " in said and "it fits: the machine has" in said
-    assert "time: not estimated" in said and "speed:" not in said
-    machine(monkeypatch, planning.LIBRARIES_BYTES + 10**6, 10**5)
-    assert plan("--max-num-seqs", "2") == 0
-    said = capsys.readouterr().out
-    assert "it does not fit" in said and "lower --max-num-seqs or --max-model-len" in said
-    assert main(["generate", "Hi", "--model", folder]) == 2  # which wants the weights
-    assert "can't be read" in capsys.readouterr().err
+    with pytest.raises(UnsupportedModelError, match=rf"{method}.*\.gguf file"):
+        LLM(tmp_path, device="cpu")

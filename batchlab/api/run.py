@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.params import SETTINGS, SamplingParams
 from ..errors import ParamError, check_names
-from .job import Job
-from .progress import JobResult
-from .lines import Postprocess
+from ..jobs.job import Job
+from ..jobs.progress import JobResult
+from ..jobs.lines import Postprocess
 
 if TYPE_CHECKING:
     from batchlab.api import LLM
@@ -38,7 +38,9 @@ def loader(name: str | None, stack: ExitStack) -> Callable[[], LLM]:
     return load
 
 # %% ../../nbs/6_jobs/run.ipynb #b0174272
-def options_of(sampling_params: Any) -> dict[str, Any] | None:
+def options_of(
+    sampling_params: SamplingParams | dict[str, Any] | None,
+) -> dict[str, Any] | None:
     """`sampling_params`, in whichever form `SamplingParams.of` takes, as a dict for what rows
     leave open. Raises `ParamError`."""
     if not sampling_params:
@@ -55,7 +57,7 @@ def options_of(sampling_params: Any) -> dict[str, Any] | None:
 def run(
     input: str | Path,
     output: str | Path,
-    sampling_params: Any = None,
+    sampling_params: SamplingParams | dict[str, Any] | None = None,
     *,
     model: str | os.PathLike[str] | LLM | None = None,
     prompt_template: str | None = None,
