@@ -5,7 +5,7 @@
 # %% ../nbs/2_core/errors.ipynb #827b7a58
 from __future__ import annotations
 
-import argparse, numbers, re, sys
+import argparse, numbers, re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -264,6 +264,7 @@ REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: w
     BeamSearchParams=_BEAMS,
     run_on_ray=_RAY,
     Pool=_RAY,
+    end="a choice is whole if its ids end with the model's end token",
     kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     EngineArgs="LLM takes each of its arguments by name",
@@ -337,9 +338,7 @@ def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def suggest_names(*classes: type) -> None:
     """Let the calls of `classes` name the nearest argument to one that they don't have, as
-    Python does by itself from 3.13 on."""
-    if sys.version_info >= (3, 13):
-        return
+    Python does by itself from 3.13 on, and say of one that there was what to do instead."""
     for cls in classes:
         for name in [k for k in vars(cls) if k == "__init__" or k[0] != "_"]:
             call = vars(cls)[name]

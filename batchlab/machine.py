@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'expanded', 'cache_dir', 'memory_limits', 'trim_heap',
-           'release_threads']
+__all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'version', 'expanded', 'cache_dir', 'memory_limits',
+           'trim_heap', 'release_threads']
 
 # %% ../nbs/2_core/machine.ipynb #b54cc550
-import contextlib, ctypes, functools, os
+import contextlib, ctypes, functools, importlib.metadata, os
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -76,6 +76,11 @@ def compiler_target() -> str:
 def cpu_name() -> str:
     "The name of the processor as Linux has it; '' where it has none, and on other systems."
     return _cpuinfo().get("model name", "")
+
+# %% ../nbs/2_core/machine.ipynb #76505b46
+def version() -> str:
+    "The version of batchlab that is installed, such as '0.1.0'."
+    return importlib.metadata.version("batchlab")
 
 # %% ../nbs/2_core/machine.ipynb #b54cc55c
 def _no_home(what: str) -> ModelError:

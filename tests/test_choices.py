@@ -300,7 +300,7 @@ def test_a_prompt_is_computed_once_whatever_its_choices():
     note = lambda engine, event, x: event == "schedule" and computed.append(x.num_tokens)
     llm.watchers.append(note)
     outs = llm.choose(heads, tails)
-    assert sum(computed) == 3 * (90 + 1 + 2 + 19)
+    assert sum(computed) == 3 * (90 + 2 + 3 + 20)
     check(llm, outs)
     computed.clear()
     llm.choose([h[:64] for h in heads], [[7], [9]])  # all but a last token is known by now
@@ -308,7 +308,7 @@ def test_a_prompt_is_computed_once_whatever_its_choices():
     shared = [[*range(100, 180), t] for t in range(3, 13)]
     computed.clear()
     check(llm, llm.choose(shared, [[7], [8, 9]]))
-    assert sum(computed) == 80 + 10 + 10, "what prompts share is computed once too"
+    assert sum(computed) == 80 + 10 + 20, "what prompts share is computed once too"
 
 
 @pytest.fixture(scope="module")
@@ -334,15 +334,16 @@ def test_tokens_that_melt_across_the_border(smol):
 
 def test_conversations_and_ends(smol):
     tok, talk = smol.tokenizer, [dict(role="user", content="Name one city. Say only its name.")]
-    [o] = smol.choose([talk], ["New", "New York", "Paris"], chat=True, end=True)
-    check(smol, [o])
+    cities = ["New", "New York", "Paris"]
     head = tok.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert o.prompt_token_ids == head
-    for c, told in o.token_logprobs.items():
-        ids = head + tok(c, add_special_tokens=False)["input_ids"]
-        assert head + o.token_ids[c] == ids and len(told) == len(o.token_ids[c]) + 1
-        ends = alone(smol.model, ids)[-1, sorted(smol.loaded.eos_ids)]
-        assert told[-1] == near(ends.logsumexp(0).item(), 1e-3)
+    for eos in smol.loaded.eos_ids:
+        whole = [[*tok(c, add_special_tokens=False)["input_ids"], eos] for c in cities]
+        [o], [ended] = (smol.choose([talk], of, chat=True) for of in (cities, whole))
+        check(smol, [o, ended])
+        assert o.prompt_token_ids == ended.prompt_token_ids == head
+        for c, told, ids in zip(cities, ended.token_logprobs.values(), whole):
+            assert o.token_ids[c] == ids[:-1] and told[:-1] == near(o.token_logprobs[c])
+            assert told[-1] == near(alone(smol.model, head + ids)[-2, eos].item(), 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +427,7 @@ def test_requests_of_one_step_each_stay_in_memory():
 
 
 def test_many_prompts_in_little_memory():
-    "A cache that holds a few of them: waves, evictions, and the same numbers."
+    "A cache that holds a few of them: evictions, and the same numbers."
     rng, roomy = random.Random(2), an_llm()
     llm = an_llm(kv_cache_bytes=512 * roomy.limits.kv_bytes_per_token, max_num_seqs=4)
     prompts = [words(rng, rng.randint(1, 40)) for _ in range(40)]

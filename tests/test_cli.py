@@ -101,7 +101,7 @@ def test_a_field_is_a_flag():
     from batchlab.cli.flags import fields_of
 
     flags = {c: [a.dest for a in parser_of(c)._actions] for c in COMMANDS if c != "bench"}
-    job = {"JobInput": "jobs/fields.py", "JobOutput": "jobs/fields.py", "Job": "jobs/job.py"}
+    job = {"JobFields": "jobs/fields.py"}
     for classes, command, less in (
         ({"SamplingParams": "core/params.py"}, "generate", "prompt_logprobs detokenize stop_until"),
         (

@@ -488,7 +488,7 @@ def test_openais_client_gets_vectors(encoder):
         figures = s.web.get("/metrics").text
         assert 'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 4.0' in figures
         assert 'finished_reason="stop"' in figures
-        assert not encoder.has_unfinished and s.api.pending == 0
+        assert not encoder.has_unfinished and s.api.limits.pending == 0
 
 
 def test_a_classifier_that_is_to_write_says_how_to_ask_it(tmp_path):
@@ -549,12 +549,12 @@ def test_a_client_that_leaves_ends_all_its_texts(encoder):
         c = http.client.HTTPConnection(*s.url.removeprefix("http://").split(":"))
         body, kind = json.dumps(dict(input=TEXTS * 4)), {"Content-Type": "application/json"}
         c.request("POST", "/v1/embeddings", body, kind)
-        until(lambda: encoder.loop.groups and s.api.pending == 2)  # 20 texts take two places
+        until(lambda: encoder.loop.groups and s.api.limits.pending == 2)  # 20 texts take two places
         r = s.web.post("/v1/embeddings", json=dict(input="a"))
         assert r.status_code == 429 and r.headers["retry-after"]
         assert s.web.post("/v1/embeddings", json=dict(input=["a"] * 33)).status_code == 400
         c.close()
-        until(lambda: s.api.pending == 0)
+        until(lambda: s.api.limits.pending == 0)
         encoder.resume()
         until(lambda: not encoder.has_unfinished)
         assert encoder.stats().requests["cancelled"] == cancelled + 20

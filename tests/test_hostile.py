@@ -11,6 +11,7 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
 pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
+from batchlab.serve.answers import RETRY_AFTER
 from batchlab.serve.app import Server, create_app, listen, url_of
 from helpers import running, until
 
@@ -23,7 +24,7 @@ def state(server):
     held = dict(answers=api.llm.answers, groups=api.llm.llm.loop.groups, tasks=http.tasks)
     held["connections"] = http.connections
     return {k: len(v) for k, v in held.items()} | dict(
-        pending=api.pending,
+        pending=api.limits.pending,
         running=stats.running,
         waiting=stats.waiting,
         blocks=stats.blocks_in_use,
@@ -143,8 +144,9 @@ def test_heads_and_bodies_that_come_byte_by_byte_end():
                     ended[i] = b""
             place += 1
             fine(s)
-        told = [alone(got) for got in ended.values() if got]
-        assert {*told} == {(408, "timeout")} and len(told) >= 90  # a reset may overtake an answer
+        told = [alone(ended[i]) for i in ended if ended[i]]
+        assert {*told} == {(408, "timeout")} and len(told) >= 45  # a reset may overtake an answer
+        assert not any(ended[i] for i in range(0, 100, 2)), "half a head gets no answer"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,8 @@ def test_what_never_comes_is_not_waited_for(sent):
         c.sendall(sent)
         got = [status for status, _ in answers(read_all(c))]
     # there are no files here, which is known without the body
-    assert got[-1:] == ([404 if b"files" in sent else 408] if sent else [])
+    body = b"\r\n\r\n" in sent and not sent.startswith(b"GET")
+    assert got[-1:] == [404 if b"files" in sent else 408] * body or got == [200] and not body
 
 
 def test_an_answer_given_early_is_heard_and_the_rest_of_the_body_dropped(s):
@@ -186,10 +189,12 @@ def test_too_many_connections():
         with contextlib.ExitStack() as stack:
             held = [stack.enter_context(connect(s)) for _ in range(8)]
             until(lambda: state(s)["connections"] == 8)
-            s.api.turnover.retry_after = lambda: 17
             r = complete(s)
             assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
-            assert (r.headers["retry-after"], r.headers["connection"]) == ("17", "close")
+            assert (r.headers["retry-after"], r.headers["connection"]) == (
+                str(RETRY_AFTER),
+                "close",
+            )
             more = [stack.enter_context(connect(s)) for _ in range(30)]
             # two to be told, and the others are closed
             until(lambda: state(s)["connections"] <= 10)
@@ -226,8 +231,8 @@ def test_bytes_at_random(s):
 
 
 HEADS = [
-    (b"X: " + b"y" * 200_000, 431),
-    (b"X: y\r\n" * 40_000, 431),
+    (b"X: " + b"y" * 200_000, 400),
+    (b"X: y\r\n" * 40_000, 400),
     (b"Transfer-Encoding: chunked", 400),
     (b"no colon", 400),
     (b"Content-Length: 2\r\nContent-Length: 3", 400),
@@ -251,32 +256,29 @@ def test_heads(s, head, status):
             rest = post(dict(prompt="a", max_tokens=1), b"")
             c.sendall(HEAD + head + b"\r\nConnection: close\r\n" + rest)
         got = answers(read_all(c))
-        assert [x for x, _ in got] in ([status], [] if status in (400, 431) else None), got
+        assert [x for x, _ in got] in ([status], [] if status == 400 else None), got
         for _, body in got:
-            assert (json.loads(body).get("error") is None) == (status == 200)
+            assert status == 400 or (json.loads(body).get("error") is None) == (status == 200)
 
 
 @pytest.mark.parametrize(
-    "sent,status,word",
+    "sent",
     [
-        (b"GET /health HTTP/1.1\r\n\r\n", 400, "mandatory Host"),
-        (HEAD + b"Host: y\r\n\r\n", 400, "multiple Host"),
-        (b"GET /" + b"x" * 200_000, 414, "URL"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400, "TLS"),
-        (b"hello there\r\n\r\n", 400, "request line"),
-        (b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000, 431, "headers"),
+        b"GET /health HTTP/1.1\r\n\r\n",
+        HEAD + b"Host: y\r\n\r\n",
+        b"GET /" + b"x" * 200_000,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # TLS
+        b"hello there\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000,
     ],
 )
-def test_what_is_refused_hears_why(s, sent, status, word):
+def test_what_is_no_http_ends_the_connection(s, sent):
     with connect(s) as c:
         with contextlib.suppress(ConnectionError):
             c.sendall(sent)
         got = read_all(c)
-    if got:  # a reset may overtake it
-        assert got.startswith(b"HTTP/1.1 %d " % status)
-        assert word in json.loads(answers(got)[0][1])["error"]["message"]
-    else:
-        assert len(sent) > 10**5
+    assert got.startswith(b"HTTP/1.1 400 ") or not got and len(sent) > 10**5  # a reset overtook it
+    fine(s)
 
 
 @pytest.mark.parametrize("guards", [{}, dict(api_key="k", origins=["https://a"]), dict(names=[])])
@@ -292,26 +294,7 @@ def test_two_lengths_of_a_body_end_the_connection(guards, method):
     assert len(got) == 1 and got[0][0] == 400 and b"send one of them" in got[0][1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_only_stops_sending_is_answered(s, stream):
-    "Two requests, the second of which waits for the first: both are whole, and the connection ends after them."
-    ask = post(dict(prompt="Once", max_tokens=20, ignore_eos=True, stream=stream))
-    with stopped(s.llm) as llm, connect(s) as c:
-        c.sendall(ask + ask)
-        c.shutdown(socket.SHUT_WR)
-        until(lambda: any(getattr(x, "ended", False) for x in list(s.server_state.connections)))
-        llm.resume()
-        got = read_all(c)
-    assert got.count(b"HTTP/1.1 200 OK") == 2
-    if stream:
-        assert got.count(b"[DONE]") == 2
-    else:
-        usage = [json.loads(body)["usage"] for _, body in answers(got)]
-        assert [u["completion_tokens"] for u in usage] == [20, 20]
-
-
 def test_who_left_is_forgotten_before_its_answer_begins():
-    "To close is not to stop sending alone: sending tells."
     with stopped(small()) as llm, serving(llm) as s:
         c = connect(s)
         c.sendall(post(dict(prompt="Once", max_tokens=20)))

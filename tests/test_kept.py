@@ -368,9 +368,9 @@ def test_as_many_may_wait_as_the_server_takes(tmp_path):
 
 
 def test_a_server_that_stops_takes_none_in_the_background(s):
-    s.api.draining = True
+    s.api.limits.draining = True
     refused = s.web.post(URL, json=dict(input="Hello", background=True, **HOLD))
-    s.api.draining = False
+    s.api.limits.draining = False
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     assert s.store.rows("select count(*) from responses") == [(0,)]
 

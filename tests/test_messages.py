@@ -11,7 +11,7 @@ httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")  # for test_server
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.jobs.schema import BadRequest
+from batchlab.jobs.settings import BadRequest
 from batchlab.serve.messages import chat_body
 from helpers import until
 from test_server import CHAT, TALK, nothing_left, paused_after, serving, thread
@@ -498,13 +498,13 @@ def test_a_server_that_is_full_or_stops():
     with serving(max_pending=1) as s, httpx.Client(base_url=s.url, timeout=100) as web:
         with paused_after(s.llm, 0), contextlib.ExitStack() as stack:
             stack.enter_context(thread(lambda: httpx.post(s.url + MESSAGES, json=ASK)))
-            until(lambda: s.api.pending == 1)
+            until(lambda: s.api.limits.pending == 1)
             for stream in (False, True):
                 r = web.post(MESSAGES, json=ASK | dict(stream=stream))
                 assert error_of(r) == (429, "rate_limit_error")
                 assert int(r.headers["retry-after"]) >= 1
             s.llm.resume()
-        s.api.draining = True
+        s.api.limits.draining = True
         r = web.post(MESSAGES, json=ASK)
         assert error_of(r) == (529, "overloaded_error") and "retry-after" in r.headers
 

@@ -15,7 +15,8 @@ from batchlab.errors import ModelError, ModelNotFoundError, ParamError, PromptEr
 from batchlab.llm.inputs import split_settings
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
 from batchlab.llm.pooling_params import PoolingParams
-from batchlab.jobs.schema import BadRequest, parse_online
+from batchlab.jobs.schema import parse_online
+from batchlab.jobs.settings import BadRequest
 
 TALK = [
     dict(role="user", content="hi"),

@@ -15,7 +15,8 @@ from batchlab.compat.vllm import engine_options
 from batchlab.errors import JobError, ModelError, PromptError
 from batchlab.jobs.lines import parse_line
 from batchlab.jobs.responses import read_response
-from batchlab.jobs.schema import BadRequest, parse_online
+from batchlab.jobs.schema import parse_online
+from batchlab.jobs.settings import BadRequest
 from batchlab.jobs.tables import encoding_of
 from batchlab.models import encode_chat, load_model, tiny_model, tiny_tokenizer
 from batchlab.serve.messages import chat_body

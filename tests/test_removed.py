@@ -112,6 +112,8 @@ def test_what_to_do_instead(call, kind, field, instead):
 def test_arguments_and_flags_that_there_were():
     with pytest.raises(TypeError, match="'kv_dtype': there was one, but .* dtype of the model"):
         LLM(small, kv_dtype="int8")
+    with pytest.raises(TypeError, match="'end': there was one, but .* the model's end token"):
+        LLM(small).choose([[5]], [[6]], end=True)
     with pytest.raises(JobError, match="unknown flag --kv-dtype: there was one, but .* bf16"):
         parser_of("run").parse_args(["-i", "in.jsonl", "-o", "out.jsonl", "--kv-dtype", "int8"])
 

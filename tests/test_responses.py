@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from batchlab.api import LLM
 from batchlab.jobs.job import Job
 from batchlab.jobs.responses import ResponseParts, read_response, request_of, response_head
-from batchlab.jobs.schema import BadRequest
+from batchlab.jobs.settings import BadRequest
 from batchlab.models import tiny_model, tiny_tokenizer
 from test_batches import valid
 from test_server import CHAT, client_of, nothing_left, paused_after, serving, thread, tiny

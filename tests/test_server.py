@@ -20,7 +20,8 @@ from batchlab.jobs.schema import as_messages
 from batchlab.llm import inputs
 from batchlab.models import control, tiny_model, tiny_tokenizer
 from batchlab.models.lengths import chars_in
-from batchlab.serve.app import Server, Turnover, create_app, listen, url_of
+from batchlab.serve.answers import RETRY_AFTER
+from batchlab.serve.app import Server, create_app, listen, url_of
 from helpers import NO_KERNELS, running, same, until
 
 LONG = dict(max_tokens=200, extra_body=dict(ignore_eos=True))
@@ -76,7 +77,7 @@ def web(s):
 
 
 def nothing_left(s):
-    held = s.llm.has_unfinished or s.api.llm.answers or s.api.pending
+    held = s.llm.has_unfinished or s.api.llm.answers or s.api.limits.pending
     return not held and s.llm.stats().running == 0
 
 
@@ -845,15 +846,12 @@ def test_too_many_at_once():
                 stack.enter_context(
                     thread(lambda n: got.append(ask(prompt="a", max_tokens=3, n=n)), n)
                 )
-            until(lambda: s.api.pending == 3)
+            until(lambda: s.api.limits.pending == 3)
             for stream in (False, True):
                 with pytest.raises(openai.RateLimitError) as e:
                     ask(prompt="a", stream=stream)
                 assert (e.value.code, e.value.type) == ("rate_limit_exceeded", "rate_limit_error")
-                assert int(e.value.response.headers["retry-after"]) >= 1
-            s.api.turnover.retry_after = lambda n: 7 * n  # seconds, for so many answers
-            r = httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a", n=2))
-            assert (r.status_code, r.headers["retry-after"]) == (429, "14")
+                assert e.value.response.headers["retry-after"] == str(RETRY_AFTER)
             assert httpx.get(f"{s.url}/health").status_code == 200  # which needs no place
         stack.close()
         assert sorted(len(r.choices) for r in got) == [1, 2]
@@ -862,57 +860,6 @@ def test_too_many_at_once():
                 ask(**more)
             assert e.value.param == ("n" if "n" in more else "prompt")
         assert ask(prompt=["a"] * 3).usage.prompt_tokens == 3
-
-
-def at_pace(seconds, ends):
-    "A `Turnover` in which so many answers have ended, one each so many seconds, and the time that it reads."
-    now = [100.0]
-    t = Turnover(lambda: now[0])
-    t.begin(4)
-    for _ in range(ends):
-        now[0] += seconds
-        t.begin(1)
-        t.end(1)
-    return t, now
-
-
-def test_when_to_come_back():
-    "By the rate of answers that end, in the order of the refusals, from 1 to 60; no clock is waited for."
-    t, now = at_pace(2, 200)
-    times = [t.retry_after() for _ in range(10)]
-    for i, got in enumerate(times, 1):  # one place each 2 s, and up to a quarter more
-        assert 2 * i - 1 <= got <= 2.5 * i + 1, times
-    assert len({*times}) > 7
-    crowd = [t.retry_after() for _ in range(100)]
-    assert max(crowd) <= 60 and len({*crowd[-20:]}) > 5  # those at the bound are spread
-    now[0] += 60  # all were served, or have left
-    assert t.retry_after() <= 4
-    fast, _ = at_pace(0.01, 200)
-    assert [fast.retry_after() for _ in range(20)] == [1] * 20
-    many, _ = at_pace(2, 200)
-    assert 8 <= many.retry_after(4) <= 10  # a request for 4 answers needs 4 places
-
-
-def test_only_time_with_answers_under_way_counts():
-    t, now = at_pace(2, 200)
-    before = t.busy_seconds()
-    t.end(4)
-    now[0] += 10_000
-    assert t.busy_seconds() == before and not t.pending
-    t.begin(4)
-    assert t.retry_after() <= 3
-    stuck, now = at_pace(2, 200)  # no answer ends any more
-    now[0] += 10_000
-    assert stuck.retry_after() >= 48
-
-
-def test_a_server_where_no_answer_has_ended_says_so_by_its_age():
-    now = [0.0]
-    t = Turnover(lambda: now[0])
-    assert t.retry_after() == 1
-    t.begin(1)
-    now[0] = 20
-    assert 20 <= t.retry_after() <= 25
 
 
 def test_keys():
@@ -1150,7 +1097,7 @@ def test_what_is_under_way_is_answered_before_the_end():
             stack.enter_context(thread(ask))
             until(lambda: s.llm.loop.paused)
             s.server.should_exit = True
-            until(lambda: s.api.draining)
+            until(lambda: s.api.limits.draining)
             assert httpx.get(f"{s.url}/health").status_code == 503
             r = httpx.post(s.url + TEXT, json=body)
             assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")

@@ -11,7 +11,8 @@ from batchlab.core.params import SamplingParams
 from batchlab.core.text import Detokenizer
 from batchlab.jobs.job import Job
 from batchlab.jobs.lines import parse_line
-from batchlab.jobs.schema import BadRequest, as_messages, error_body
+from batchlab.jobs.schema import as_messages, error_body
+from batchlab.jobs.settings import BadRequest
 from batchlab.jobs.tools import (
     FORMATS,
     ToolParser,
@@ -73,34 +74,18 @@ def template(call, first="", between="", last="", say="", args="tojson"):
 
 
 OBJECT = '{"name": "«N»", "arguments": «A»}'
-CALLS, CALL, SEP, DONE, ALL = (
-    f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
-)
-SEEK = dict(first=CALLS, last=ALL, args="string")  # which takes arguments as a string
-LIST = functools.partial(template, OBJECT, between=", ")
 TEMPLATES = dict(
     hermes=template(f"<tool_call>\n{OBJECT}\n</tool_call>\n", say="<tool_call>…</tool_call>"),
     llama=template('{"name": "«N»", "parameters": «A»}', say="Respond with name and parameters. "),
     mistral=template(OBJECT[:-1] + ', "id": "«I»"}', "[TOOL_CALLS] [", ", ", "]"),
     mistral_args=template("[TOOL_CALLS]«N»[ARGS]«A»"),
     mistral_ids=template("[TOOL_CALLS]«N»[CALL_ID]«I»[ARGS]«A»"),
-    deepseek_v3=template(f"{CALL}function{SEP}«N»\n```json\n«A»\n```{DONE}", between="\n", **SEEK),
-    deepseek_v31=template(f"{CALL}«N»{SEP}«A»{DONE}", **SEEK),
-    granite=LIST("<|tool_call|>[", last="]", say="Answer with <|tool_call|> and a JSON list. "),
-    functools=LIST("functools[", last="]"),
-    nemotron=LIST("<TOOLCALL>[", last="]</TOOLCALL>"),
-    apriel=template(OBJECT[:-1] + ', "id": "«I»"}', "<tool_calls>[", ", ", "]</tool_calls>"),
-    minimax_m1=template(OBJECT, "<tool_calls>\n", "\n", "\n</tool_calls>"),
-    gigachat=template(f"<|function_call|>{OBJECT}").replace(
-        "in m.tool_calls", "in m.tool_calls[:1]"
-    ),
-    apertus=template('{"«N»": «A»}', "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
-    function_tags=template("<function=«N»>«A»</function>"),
+    as_text=template(
+        f"<tool_call>\n{OBJECT}\n</tool_call>\n", say="<tool_call>…</tool_call>", args="string"
+    ),  # which takes arguments as a string
 )
-AS_TEXT = ("deepseek_v3", "deepseek_v31")
-MARKERS = f"""<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|tool_call|> <|/tool_call|>
-    <|python_tag|> {CALLS} {CALL} {SEP} {DONE} {ALL} <|tools_prefix|> <|tools_suffix|> <|function_call|> <TOOLCALL>
-    </TOOLCALL> <tool_calls> </tool_calls>""".split()
+LAYOUT = dict(as_text="hermes")  # of a template of another name
+MARKERS = """<tool_call> </tool_call> <think> </think> [TOOL_CALLS] [ARGS] [CALL_ID] <|python_tag|> <|other|>""".split()
 
 
 @functools.cache
@@ -290,7 +275,7 @@ def test_what_no_grammar_holds_is_held_to_names_and_types():
 def test_the_format_is_found_from_the_template(name, special):
     f = fmt_of(name, special)
     assert (f.name, f.route, f.writes_calls) == (name, "tools", True)
-    assert f.arguments_as_text == (name in AS_TEXT)
+    assert f.arguments_as_text == (name == "as_text")
     layout = "".join((f.prefix, f.first, f.call, f.between, f.last))
     assert {t for t, _ in f.special} == {m for m in MARKERS if special and m in layout}
     assert all(tokenizer(special).convert_tokens_to_ids(t) == i for t, i in f.special)
@@ -299,7 +284,7 @@ def test_the_format_is_found_from_the_template(name, special):
 
 
 def test_every_format_has_a_template_here():
-    assert {*FORMATS} == {*TEMPLATES}
+    assert {*FORMATS} == {LAYOUT.get(name, name) for name in TEMPLATES}
     assert all((f.first + f.parts[0]).startswith(f.trigger) for f in FORMATS.values())
 
 
@@ -347,12 +332,12 @@ def test_the_layout_is_what_the_template_writes():
     assert found(hermes.replace("tools", "xml_tools")).route == "xml_tools"
 
 
-@pytest.mark.parametrize("name", ["hermes", "granite"])
+@pytest.mark.parametrize("name", ["hermes", "as_text"])
 def test_templates_that_write_no_calls(name):
     "The calls of earlier messages become content there, in the layout that the prompt tells."
     text = TEMPLATES[name].replace("{% if m.tool_calls %}", "{% if false %}")
     f = found(text)
-    assert (f.name, f.writes_calls, f.parallel) == (name, False, True)
+    assert (f.name, f.writes_calls, f.parallel) == ("hermes", False, True)
     got = messages_for(f, as_messages(CALLED))[1]["content"]
     assert plain(parse_answer(f, check_tools(TOOLS), got)[1]) == [("now", dict(a=1))]
 
@@ -400,7 +385,7 @@ def test_ids_and_tools_as_templates_want_them():
     assert cut[1]["tool_calls"][0]["id"] == cut[2]["tool_call_id"]
     assert re.fullmatch("[0-9a-z]{9}", cut[2]["tool_call_id"])
     assert messages_for(fmt_of("mistral"), cut) == cut
-    seek = messages_for(fmt_of("deepseek_v31"), talk)
+    seek = messages_for(fmt_of("as_text"), talk)
     assert seek[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert talk == before, "what was given stays as it was"
     xml = found(TEMPLATES["hermes"].replace("tools", "xml_tools"))
@@ -876,7 +861,7 @@ def run(path, lines, llm):
         ("hermes", True),
         ("mistral", True),
         ("llama", False),
-        ("deepseek_v31", True),
+        ("as_text", True),
     ],
 )
 def test_a_batch_file_with_tools(tmp_path, name, special):

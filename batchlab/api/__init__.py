@@ -347,14 +347,13 @@ class LLM:
         choices: Choices,
         chat: bool = False,
         use_tqdm: Bar = None,
-        end: bool = False,
         lora_request: AdapterChoices = None,
     ) -> Outputs[ChoiceScores]:
         """How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt.
         For arguments see `batchlab.tasks.choices.choose`."""
         from batchlab.tasks.choices import choose
 
-        return choose(self, prompts, choices, chat, use_tqdm, end, lora_request)
+        return choose(self, prompts, choices, chat, use_tqdm, lora_request)
 
     # as they come
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil, torch
 
-import batchlab
+from ..machine import version
 from . import peers
 from ..errors import JobError, ModelError, OneLineParser, Unavailable
 from ..machine import cpu_name, processor_flags
@@ -246,7 +246,7 @@ def peer_env(name: str, python: str = sys.executable, threads: int | None = None
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     if name == "batchlab":
-        paths = str(Path(batchlab.__file__).parents[1]), os.environ.get("PYTHONPATH")
+        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env | vllm_env(python, threads) if name == "vllm" else env
 
@@ -409,7 +409,7 @@ def machine(threads: int | None = None) -> dict:
         system=platform.system(),
         libc=" ".join(platform.libc_ver()),
         python=platform.python_version(),
-        batchlab=batchlab.__version__,
+        batchlab=version(),
         torch=torch.__version__,
         transformers=importlib.metadata.version("transformers"),
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .. import __version__
+from ..machine import version
 from ..compat.names import VLLM_COMMANDS, VLLM_ENGINE, VLLM_FLAGS
 from ..errors import REMOVED, JobError, OneLineParser, Option
 
@@ -473,8 +473,7 @@ def parser_of(command: str) -> FlagParser:
     for part in cls.__mro__[:-1]:
         add_flags(p, own, part.__name__)
     if command in OF_JOB:
-        for file, part in ("fields", "JobInput"), ("fields", "JobOutput"), ("job", "Job"):
-            add_flags(p, f"jobs/{file}.py", part, **OF_JOB[command])
+        add_flags(p, "jobs/fields.py", "JobFields", **OF_JOB[command])
     if command in ON_RAY:
         add_flags(p.add_argument_group("on Ray"), own, "RayFlags")
     if command in OF_JOB or command == "serve":
@@ -521,7 +520,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
         description="LLM batch inference.",
         epilog=f"{'; '.join(about)}. batchlab COMMAND --help lists its flags.",
     )
-    top.add_argument("--version", action="version", version=f"batchlab {__version__}")
+    top.add_argument("--version", action="version", version=f"batchlab {version()}")
     top.add_argument("command", metavar="COMMAND", help=", ".join(COMMANDS))
     rest = [*argv]
     if rest[:1] == ["help"]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import batchlab
+from .. import api
 from ..core import params
 from ..errors import ParamError, no_name
 from .names import VLLM_ENGINE
@@ -44,7 +44,7 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(k, k): v for k, v in kept.items() if v is not None or k not in RENAMED}
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00012
-class LLM(batchlab.LLM):
+class LLM(api.LLM):
     "An `LLM` that takes vLLM's arguments, see `engine_options`."
 
     def __init__(self, model: Any = None, tokenizer: Any = None, **engine: Any) -> None:

@@ -5,7 +5,7 @@
 # %% ../../nbs/6_jobs/fields.ipynb #4b02e38f
 from __future__ import annotations
 
-import itertools, json, os
+import itertools, json, logging, os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -17,15 +17,17 @@ from .formats import BROKEN, Raw, cant_read, read_raw
 from .journal import Ledgerbook, journal_of, no_file
 from .lines import JobLine, Postprocess, json_object, parse_line
 from .pooling import PoolingRequest
-from .schema import BadRequest, is_setting
+from .schema import is_setting
+from .settings import BadRequest
 from .tables import ANSWER, COLUMNS_REMARK, RECORD, TABLES, AnswerNames, Columns
 from .tables import TableFile, TextForm, check_input, check_output, file_kind
 from .tables import settings_remark
 
+log = logging.getLogger("batchlab")
 _T = TypeVar("_T")
 
 # %% auto #0
-__all__ = []
+__all__ = ['log', 'JobFields']
 
 # %% ../../nbs/6_jobs/fields.ipynb #5a87dac4
 def check_paths(
@@ -56,19 +58,47 @@ def check_paths(
             ".jsonl"
         )
 
-# %% ../../nbs/6_jobs/fields.ipynb #ff46c9d1
-def text_form(job: JobInput) -> TextForm:
-    "How the text of a CSV is written, by the fields of `job`."
-    return TextForm(job.delimiter, job.encoding, job.quotes)
+# %% ../../nbs/6_jobs/fields.ipynb #240f0c02
+INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
+BATCH_KEYS = {"custom_id", "method", "url", "body"}  # of a line of the Batch API
 
-# %% ../../nbs/6_jobs/fields.ipynb #7166e91e
+
+def keys_of(
+    rows: Iterable[tuple[int, Raw]], ours: Callable[[str, Any], bool] = lambda k, v: False
+) -> list[str]:
+    "The keys of the objects in `rows`, which `read_raw` gave, but those that are `ours`."
+    found: dict[str, None] = {}
+    for _, raw in rows:
+        with suppress(BadRequest, RecursionError):
+            d = json_object(raw, strict=False) if isinstance(raw, bytes) else {}
+            found |= dict.fromkeys(k for k, v in d.items() if not ours(k, v))
+    return [*found]
+
+
+def as_far_as_readable(rows: Iterator[_T]) -> Iterator[_T]:
+    "Those of `rows` that can be read. The reader of their requests reports what is wrong."
+    with suppress(JobError):
+        yield from rows
+
+# %% ../../nbs/6_jobs/fields.ipynb #3ad285d1
 @dataclass
-class JobInput:
-    "The requests in file `input`, and how it is read. `embed` is asked of each plain prompt."
+class JobFields:
+    """What a job is given: the requests in file `input`, and where their answers go: to file
+    `output`, failures to `error_file` (None: among the answers).
+
+    `output` '-' is standard output, which can't be read again, so such a run can't be resumed.
+    `embed` is asked of each plain prompt. `postprocess`: a function of a `RequestOutput` with one
+    answer, whose dict is further columns (any other value is `result`), or a dict of column and
+    function. `use_tqdm`: None shows a bar on a terminal. `say` is called with lines about the
+    progress."""
 
     # file of requests: JSONL, plain or of OpenAI's Batch API, CSV, TSV, Parquet, or .txt with
     # one prompt on each line; also compressed as .gz
     input: str | Path
+    # file for the answers: .jsonl, .csv, .tsv or .parquet; - is standard output, and then a
+    # run that was interrupted can't go on
+    output: str | Path | None = None
+    error_file: str | Path | None = None  # file for failed requests (default: the output)
     _: KW_ONLY
     sampling_params: dict[str, Any] | None = None  # for what lines leave open
     # form of the input: batch or plain for JSONL (default: as its first good line is); or csv,
@@ -94,9 +124,32 @@ class JobInput:
     # encoding of a CSV or a text, such as cp1252 (default: UTF-8)
     encoding: str | None = None
     quotes: bool = True  # quotes in a CSV or TSV enclose cells
+    # name of the column for the answer (default: text, or answer if the input has a text)
+    output_column: str | None = None
+    # write the answers in the order of the requests, as tables always have them (default: as
+    # they end)
+    ordered: bool = False
+    keep_journal: bool = False  # keep the folder beside the output when all is done
+    model_name: str | None = None  # what answers call the model
+    postprocess: Postprocess | None = None
+    timeout: float | None = None  # seconds that a request may take once it has begun
+    max_errors: int | None = None  # stop when more requests than this have failed
+    retry_errors: bool = False  # also run what failed in an earlier run
+    force: bool = False  # go on even if model, parameters or input have changed
+    look_ahead: int = 1024  # lines read ahead, which run in the order that is fastest
+    # also answer lines that name another model (default: they fail)
+    any_model: bool | None = False
+    say: Callable[[str], object] = log.info
+    use_tqdm: bool | None = None
     spell: Callable[[Option], str] = str  # how messages write an option, as in Python or a flag
     columns: Columns | None = field(default=None, init=False, repr=False)
+    names_found: AnswerNames | None = field(default=None, init=False, repr=False)
 
+    def warn(self, text: str) -> None:
+        "Say what must not be missed, as a warning if it goes to the log."
+        (log.warning if self.say == log.info else self.say)(text)
+
+    # The requests
     @property
     def input_kind(self) -> str:
         return self.form if self.form in INPUT_KINDS else file_kind(self.input)
@@ -109,12 +162,16 @@ class JobInput:
     def line_form(self) -> str:
         return "batch" if self.form == "batch" else "plain"
 
+    def text_form(self) -> TextForm:
+        "How the text of a CSV is written, as far as it was given."
+        return TextForm(self.delimiter, self.encoding, self.quotes)
+
     def table(self) -> TableFile:
-        return TableFile(self.input, self.input_kind, text_form(self))
+        return TableFile(self.input, self.input_kind, self.text_form())
 
     def raw(self) -> Iterator[tuple[int, Raw]]:
         "Yield `(number, raw)` for each request of the input that counts."
-        rows = read_raw(self.input, self.input_kind, text_form(self), self.columns)
+        rows = read_raw(self.input, self.input_kind, self.text_form(), self.columns)
         return itertools.islice(rows, self.limit)
 
     def line(self, number: int, raw: Raw) -> JobLine:
@@ -122,12 +179,66 @@ class JobInput:
         own = self.line_form, self.chat, self.system, self.embed, self.columns
         return parse_line(number, raw, *own)
 
+    def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
+        "Yield each line without an answer in `book`, where its id is entered."
+        rows = itertools.takewhile(lambda row: row[0] <= book.last, self.raw())  # it may grow
+        return (book.distinct(self.line(*row)) for row in rows if not book.find(row[0]))
+
+    def warn_of_gaps(self) -> None:
+        "Say which row of a CSV is the first with too few cells, once all have been read."
+        if self.columns and (number := self.columns.short):
+            self.warn(
+                f"{self.input}: row {number} is the first with fewer cells than the header: "
+                "those are taken as empty"
+            )
+
+    # The answers
+    @property
+    def to_table(self) -> bool:
+        return self.output is not None and file_kind(self.output) in TABLES
+
+    @property
+    def answer_column(self) -> str:
+        "What the column of an answer is called unless `output_column` says so."
+        return "embedding" if self.embed else "text"
+
+    def input_columns(self) -> list[str]:
+        """The columns of the input that are copied beside the answers: a table's, or the keys of
+        all lines but batchlab's own."""
+        own = {"custom_id"} if self.id_column == "custom_id" else set[str]()
+        if self.from_table:
+            return [n for n in self.table().names if n not in own]
+        if self.input_kind == "txt":
+            return []
+        known = {"id", "custom_id"} if self.line_form == "plain" else BATCH_KEYS
+        ours = lambda k, v: k in own if self.columns else k in known or is_setting(k, v)
+        return keys_of(
+            as_far_as_readable(read_raw(self.input, self.input_kind, self.text_form())), ours
+        )
+
+    @property
+    def names(self) -> AnswerNames:
+        "What the columns of the answers are called; the same for all of the job."
+        if self.names_found is None:
+            given, columns = self.output_column, self.input_columns()
+            self.names_found = AnswerNames(columns, given, self.spell, self.answer_column)
+        return self.names_found
+
+    def settings(self) -> dict[str, Any]:
+        "What must stay the same from run to run, the model apart."
+        names, made = self.names, self.postprocess is not None or None
+        same = "prompt_column chat system sampling_params error_file prompt_template"
+        found = {k: getattr(self, k) for k in same.split()} | dict(form=self.line_form)
+        if isinstance(self.postprocess, Mapping):
+            made = sorted(self.postprocess)
+        if self.embed:
+            found |= dict(embed=self.embed)
+        found |= dict(postprocess=made, output_column=names.shown.get(self.answer_column))
+        found |= dict(columns_of_answers=names.renamed or None)
+        return json.loads(json.dumps(found, default=str))
+
 # %% ../../nbs/6_jobs/fields.ipynb #d77e780a
-INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name
-BATCH_KEYS = {"custom_id", "method", "url", "body"}  # of a line of the Batch API
-
-
-def check_form(job: JobInput) -> None:
+def check_form(job: JobFields) -> None:
     "Raise `JobError` for a `form`, `delimiter`, `encoding` or `quotes` that can't be."
     kind = job.input_kind
     if job.form not in (None, "batch", "plain", *INPUT_KINDS):
@@ -153,109 +264,8 @@ def check_form(job: JobInput) -> None:
             f"encoding {job.encoding!r:.40} is unknown: give one such as utf-8, cp1252 or utf-16"
         ) from None
 
-# %% ../../nbs/6_jobs/fields.ipynb #240f0c02
-def keys_of(
-    rows: Iterable[tuple[int, Raw]], ours: Callable[[str, Any], bool] = lambda k, v: False
-) -> list[str]:
-    "The keys of the objects in `rows`, which `read_raw` gave, but those that are `ours`."
-    found: dict[str, None] = {}
-    for _, raw in rows:
-        with suppress(BadRequest, RecursionError):
-            d = json_object(raw, strict=False) if isinstance(raw, bytes) else {}
-            found |= dict.fromkeys(k for k, v in d.items() if not ours(k, v))
-    return [*found]
-
-
-def as_far_as_readable(rows: Iterator[_T]) -> Iterator[_T]:
-    "Those of `rows` that can be read. The reader of their requests reports what is wrong."
-    with suppress(JobError):
-        yield from rows
-
-
-def input_columns(job: JobInput) -> list[str]:
-    """The columns of the input that are copied beside the answers: a table's, or the keys of all
-    lines but batchlab's own."""
-    own = {"custom_id"} if job.id_column == "custom_id" else set[str]()
-    if job.from_table:
-        return [n for n in job.table().names if n not in own]
-    if job.input_kind == "txt":
-        return []
-    known = {"id", "custom_id"} if job.line_form == "plain" else BATCH_KEYS
-    ours = lambda k, v: k in own if job.columns else k in known or is_setting(k, v)
-    return keys_of(as_far_as_readable(read_raw(job.input, job.input_kind, text_form(job))), ours)
-
-# %% ../../nbs/6_jobs/fields.ipynb #f4724145
-def fixed_settings(job: JobOutput) -> dict[str, Any]:
-    "The fields of `job` that must stay the same from run to run."
-    names, made = job.names, job.postprocess is not None or None
-    same = "prompt_column chat system sampling_params error_file prompt_template"
-    found = {k: getattr(job, k) for k in same.split()} | dict(form=job.line_form)
-    if isinstance(job.postprocess, Mapping):
-        made = sorted(job.postprocess)
-    if job.embed:
-        found |= dict(embed=job.embed)
-    found |= dict(postprocess=made, output_column=names.shown.get(job.answer_column))
-    found |= dict(columns_of_answers=names.renamed or None)
-    return json.loads(json.dumps(found, default=str))
-
-# %% ../../nbs/6_jobs/fields.ipynb #3ad285d1
-@dataclass
-class JobOutput(JobInput):
-    """Where the answers of a `JobInput` go: to file `output`, failures to `error_file` (None:
-    among the answers).
-
-    `output` '-' is standard output, which can't be read again, so such a run can't be resumed.
-    `postprocess`: a function of a `RequestOutput`
-    with one answer, whose dict is further columns (any other value is `result`), or a dict of
-    column and function."""
-
-    # file for the answers: .jsonl, .csv, .tsv or .parquet; - is standard output, and then a
-    # run that was interrupted can't go on
-    output: str | Path | None = None
-    error_file: str | Path | None = None  # file for failed requests (default: the output)
-    _: KW_ONLY
-    # name of the column for the answer (default: text, or answer if the input has a text)
-    output_column: str | None = None
-    # write the answers in the order of the requests, as tables always have them (default: as
-    # they end)
-    ordered: bool = False
-    keep_journal: bool = False  # keep the folder beside the output when all is done
-    model_name: str | None = None  # what answers call the model
-    postprocess: Postprocess | None = None
-    names_found: AnswerNames | None = field(default=None, init=False, repr=False)
-
-    @property
-    def to_table(self) -> bool:
-        return self.output is not None and file_kind(self.output) in TABLES
-
-    @property
-    def answer_column(self) -> str:
-        "What the column of an answer is called unless `output_column` says so."
-        return "embedding" if self.embed else "text"
-
-    def input_columns(self) -> list[str]:
-        "The columns of the input that are copied beside the answers."
-        return input_columns(self)
-
-    @property
-    def names(self) -> AnswerNames:
-        "What the columns of the answers are called; the same for all of the job."
-        if self.names_found is None:
-            given, columns = self.output_column, self.input_columns()
-            self.names_found = AnswerNames(columns, given, self.spell, self.answer_column)
-        return self.names_found
-
-    def settings(self) -> dict[str, Any]:
-        "What must stay the same from run to run, the model apart."
-        return fixed_settings(self)
-
-    def lines(self, book: Ledgerbook) -> Iterator[JobLine]:
-        "Yield each line without an answer in `book`, where its id is entered."
-        rows = itertools.takewhile(lambda row: row[0] <= book.last, self.raw())  # it may grow
-        return (book.distinct(self.line(*row)) for row in rows if not book.find(row[0]))
-
 # %% ../../nbs/6_jobs/fields.ipynb #471dffde
-def columns_of(job: JobOutput) -> Columns | None:
+def columns_of(job: JobFields) -> Columns | None:
     """What the columns of a table, or the keys of JSONL in its first lines, are for; None for
     lines that say so themselves. Raises `JobError`."""
     own: dict[str, Any] = {}
@@ -297,7 +307,7 @@ def columns_of(job: JobOutput) -> Columns | None:
     )
 
 # %% ../../nbs/6_jobs/fields.ipynb #e3d2332c
-def check_fits(job: JobOutput) -> None:
+def check_fits(job: JobFields) -> None:
     "Raise `JobError` if the answers to lines of this form can't be had as `job` wants them."
     batch, given = job.form == "batch", Option("output_column", job.output_column)
     if given.value is not None and job.output and batch and not job.to_table:
@@ -315,7 +325,7 @@ def check_fits(job: JobOutput) -> None:
         )
 
 # %% ../../nbs/6_jobs/fields.ipynb #795f8cd8
-def input_remarks(job: JobOutput) -> Iterator[str]:
+def input_remarks(job: JobFields) -> Iterator[str]:
     "What is to be said of the input of `job`, which has been checked, before it runs."
     columns = job.columns
     if job.from_table:

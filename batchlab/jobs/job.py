@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc, itertools, logging, os, sqlite3
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from ..core.params import SETTINGS, SamplingParams
 from ..errors import JobError, Option, check_names
-from .fields import JobOutput, check_fits, check_form, check_paths
+from .fields import JobFields, check_fits, check_form, check_paths
 from .fields import columns_of, input_remarks
 from .formats import Raw, as_json, export_records
 from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, as_journal
@@ -273,27 +272,6 @@ def frozen_heap() -> Iterator[None]:
         finally:
             gc.unfreeze()
 
-# %% ../../nbs/6_jobs/41_jobs.ipynb #436130ff
-def check_job(job: Job) -> None:
-    "Settle what `job` leaves open. Raises `JobError` if it can't be, `ParamError` for a setting."
-    job.names_found = job.columns = None
-    check_names(job.sampling_params or {}, SETTINGS)
-    for name in ("look_ahead", "limit"):
-        if (n := getattr(job, name)) is not None and n < 1:
-            raise JobError(f"{name} must be at least 1, got {n}")
-    check_paths(job.input, job.output, job.error_file, job.retry_errors)
-    check_form(job)
-    plain = job.input_kind == "txt" or job.from_table
-    usual = "plain" if job.embed else "batch"
-    job.form = job.form or ("plain" if plain else guess_form(job.raw(), usual))
-    check_fits(job)
-    job.columns = columns_of(job)
-    if job.system is not None and not (job.chat or job.columns):
-        first = [job.line(*row) for row in itertools.islice(job.raw(), 100)]
-        if first and all(line.messages is None for line in first):
-            raise no_talk("messages")
-    SamplingParams.of(DEFAULTS["plain"] | (job.sampling_params or {}))
-
 # %% ../../nbs/6_jobs/41_jobs.ipynb #0653ff88
 def take_up(job: Job, stack: ExitStack) -> tuple[Ledgerbook, bool]:
     """Hold the files of `job` until `stack` closes, and find what earlier runs left in them: as
@@ -394,69 +372,37 @@ def check_open(job: Job, book: Ledgerbook) -> None:
             force=Option("force", True),
         )
 
-
-def complete(job: Job, llm: AdaptedAnswers | Callable[[], AdaptedAnswers]) -> JobResult:
-    "Answer the lines of `job` that have no answer yet. See `Job.run`."
-    job.check()
-    with ExitStack() as stack:
-        book, unsorted = take_up(job, stack)
-        job.result, trouble = job.survey(book)
-        if not job.result.total:
-            job.warn(f"{job.input} has no request in it")
-        done = False
-        try:
-            if job.result.done < job.result.total:
-                check_open(job, book)
-                run_lines(job, llm() if callable(llm) else llm, book)
-            elif book.finished:
-                job.warn(f"{job.output} is finished: nothing is run, and no setting is compared")
-            if trouble:
-                raise trouble
-            finish(job, unsorted)
-            done = job.limit is None and job.result.answered == job.result.total
-        finally:
-            leave(job, done)
-    return job.result
-
 # %% ../../nbs/6_jobs/41_jobs.ipynb #d56243c7
-@dataclass
-class Job(JobOutput):
-    """Requests from a file, answers to another: a `JobInput`, a `JobOutput`, and how it runs.
+class Job(JobFields):
+    """Requests from a file, answers to another. Takes what `JobFields` says."""
 
-    `use_tqdm`: None shows a bar on a terminal. `say` is called with lines about the progress."""
-
-    timeout: float | None = None  # seconds that a request may take once it has begun
-    max_errors: int | None = None  # stop when more requests than this have failed
-    retry_errors: bool = False  # also run what failed in an earlier run
-    force: bool = False  # go on even if model, parameters or input have changed
-    look_ahead: int = 1024  # lines read ahead, which run in the order that is fastest
-    # also answer lines that name another model (default: they fail)
-    any_model: bool | None = False
-    say: Callable[[str], object] = log.info
-    use_tqdm: bool | None = None
-    result: JobResult = field(init=False, repr=False, compare=False)  # from the run on
-
-    def warn(self, text: str) -> None:
-        "Say what must not be missed, as a warning if it goes to the log."
-        (log.warning if self.say == log.info else self.say)(text)
+    result: JobResult  # from the run on
 
     def check(self) -> None:
-        "Settle what is left open. Raises `JobError` if the job can't be."
-        check_job(self)
+        "Settle what is left open. Raises `JobError` if it can't be, `ParamError` for a setting."
+        self.names_found = self.columns = None
+        check_names(self.sampling_params or {}, SETTINGS)
+        for name in ("look_ahead", "limit"):
+            if (n := getattr(self, name)) is not None and n < 1:
+                raise JobError(f"{name} must be at least 1, got {n}")
+        check_paths(self.input, self.output, self.error_file, self.retry_errors)
+        check_form(self)
+        plain = self.input_kind == "txt" or self.from_table
+        usual = "plain" if self.embed else "batch"
+        self.form = self.form or ("plain" if plain else guess_form(self.raw(), usual))
+        check_fits(self)
+        self.columns = columns_of(self)
+        if self.system is not None and not (self.chat or self.columns):
+            first = [self.line(*row) for row in itertools.islice(self.raw(), 100)]
+            if first and all(line.messages is None for line in first):
+                raise no_talk("messages")
+        SamplingParams.of(DEFAULTS["plain"] | (self.sampling_params or {}))
 
     def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
         "The `JobResult` to begin with, and what ended the reading of the input early."
         found = survey(self.raw(), book, self.input, self.force, self.limit is None)
         self.warn_of_gaps()
         return found
-
-    def warn_of_gaps(self) -> None:
-        "Say which row of a CSV is the first with too few cells, once all have been read."
-        if self.columns and (number := self.columns.short):
-            self.warn(
-                f"{self.input}: row {number} is the first with fewer cells than the header: "
-                "those are taken as empty"
-            )
 
     def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
         "The `Run` of this job with `llm`; the files of `outbox` are open."
@@ -467,7 +413,28 @@ class Job(JobOutput):
 
         `llm`: an `LLM`, or a function that makes one. Raises `JobError`. After it, a
         KeyboardInterrupt, or the death of the process, the same call resumes the job."""
-        return complete(self, llm)
+        self.check()
+        with ExitStack() as stack:
+            book, unsorted = take_up(self, stack)
+            self.result, trouble = self.survey(book)
+            if not self.result.total:
+                self.warn(f"{self.input} has no request in it")
+            done = False
+            try:
+                if self.result.done < self.result.total:
+                    check_open(self, book)
+                    run_lines(self, llm() if callable(llm) else llm, book)
+                elif book.finished:
+                    self.warn(
+                        f"{self.output} is finished: nothing is run, and no setting is compared"
+                    )
+                if trouble:
+                    raise trouble
+                finish(self, unsorted)
+                done = self.limit is None and self.result.answered == self.result.total
+            finally:
+                leave(self, done)
+        return self.result
 
     def dry_run(self) -> JobPlan:
         "A `JobPlan` without a model: which lines can't be read. Writes nothing."

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from ..machine import version
 from ..errors import JobError, Option
 from .formats import as_json, new_of, read_lines, records_of, whole_file
 from .lines import JobLine
@@ -302,7 +302,7 @@ def write_settings(side: str | Path, now: dict[str, Any], force: bool = False) -
     "Write the settings `now` of a job to file `side`, unless it has others. Raises `JobError`."
     check_same(side, now, force)
     replace_file(
-        side, [json.dumps(dict(batchlab=__version__, settings=now), indent=1, default=str).encode()]
+        side, [json.dumps(dict(batchlab=version(), settings=now), indent=1, default=str).encode()]
     )
 
 # %% ../../nbs/6_jobs/journal.ipynb #66668350

@@ -22,7 +22,6 @@ from .formats import LONGEST_LINE, Raw, finite, unique_keys
 from batchlab.jobs.schema import (
     ALIASES,
     DROPPED,
-    BadRequest,
     about,
     answer_body,
     as_messages,
@@ -38,6 +37,7 @@ from batchlab.jobs.schema import (
     sampling_options,
     usage_of,
 )
+from .settings import BadRequest
 from batchlab.jobs.pooling import (
     POOLING_KINDS,
     PoolingRequest,

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from ..core.hashes import chunk_hashes
 from ..core.params import SamplingParams
 from ..errors import BatchlabError, Message, Option
+from .fields import JobFields
 from .journal import Ledgerbook
 from .lines import JobLine, ParamsCache
 from .pooling import TextsGroup
 from .progress import duration, number_of
 from .runner import ModelNames, admit_line
-from .schema import BadRequest
+from .settings import BadRequest
 
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.tasks.admit import AdaptedAnswers
-    from batchlab.jobs.job import Job
     from batchlab.llm.outputs import MemoryPlan, RequestGroup, StreamEvent
 
 # %% auto #0
@@ -156,7 +156,7 @@ def sharing(seen: set[Any], ids: list[int]) -> int:
     return 16 * n
 
 
-def noted(p: JobPlan, job: Job, names: ModelNames | None) -> Iterator[JobLine]:
+def noted(p: JobPlan, job: JobFields, names: ModelNames | None) -> Iterator[JobLine]:
     "Yield the lines of `job`, with a failure for a model that is not among `names`."
     for line in job.lines(Ledgerbook()):
         if not line.cells:
@@ -174,7 +174,7 @@ def fail(p: JobPlan, line: JobLine) -> None:
         p.failures.append(f"{line.where}: {line.failure[1]}")
 
 
-def plan_without_model(job: Job) -> JobPlan:
+def plan_without_model(job: JobFields) -> JobPlan:
     "A `JobPlan` of which lines of `job` can't be read."
     p, params = JobPlan(), ParamsCache(job.sampling_params)
     names = ModelNames([job.model_name], any_model=job.any_model) if job.model_name else None
@@ -293,7 +293,7 @@ def prompts_of(group: RequestGroup) -> list[tuple[int, list[int], Params]]:
 
 # %% ../../nbs/6_jobs/planning.ipynb #bd3c860d
 def plan_with_model(
-    job: Job, llm: AdaptedAnswers, calibrate: bool = True, memory_bytes: int | None = None
+    job: JobFields, llm: AdaptedAnswers, calibrate: bool = True, memory_bytes: int | None = None
 ) -> JobPlan:
     """The `JobPlan` of `job` with `llm`, block by block; `calibrate` tries some requests for a few
     tokens; `memory_bytes`: see `LLM.plan`."""

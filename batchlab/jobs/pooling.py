@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from ..errors import Fault
-from .schema import BadRequest, about
+from .schema import about
+from .settings import BadRequest
 from .settings import Body, Whole, read
 from ..llm.pooled import PoolingGroup, PoolingRequestOutput
 from ..llm.pooling_params import PoolingParams

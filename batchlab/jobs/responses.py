@@ -15,7 +15,8 @@ from pydantic import ConfigDict, Field
 
 from ..core.params import SamplingParams
 from ..errors import ParamError
-from .schema import STATUS, ApiRequest, BadRequest, ChoiceParts
+from .schema import STATUS, ApiRequest, ChoiceParts
+from .settings import BadRequest
 from .schema import about, parse_online, usage_of
 from .settings import Body, Whole, read, take
 from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
@@ -519,9 +520,13 @@ def response_usage(used: dict[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/6_jobs/responses.ipynb #d7a2def8
 TEXTS = dict(message="output_text", reasoning="reasoning_text")  # the type of their parts
 
+# %% ../../nbs/6_jobs/responses.ipynb #ac05e4aa
+ERRORS = {"server_error", "rate_limit_exceeded"}  # codes of a response beside invalid_prompt
 
-class ItemEvents:
-    "Events about the items of `response`, of which one grows at a time. `new`: those not sent yet."
+
+class ResponseParts:
+    """The events of `response`, which grows with them, one of its items at a time. Each public
+    method gives the new events, as bytes."""
 
     def __init__(self, response: dict[str, Any]) -> None:
         self.response, self.number, self.new = response, 0, list[str]()
@@ -529,101 +534,6 @@ class ItemEvents:
         self.item: dict[str, Any] | None = None  # that grows
         self.scores: list[Any] = []  # log probabilities that no event has yet
         self.scored = self.thoughts = 0  # tokens whose scores left `scores`, and those of a thought
-
-    def _say(self, type: str, **more: Any) -> None:
-        event = dict(type=type, sequence_number=self.number) | more
-        self.new.append(f"event: {type}\ndata: {_dumps(event)}\n\n")
-        self.number += 1
-
-    def _about(self, type: str, **more: Any) -> None:
-        "An event about the item that grows."
-        assert self.item
-        index = len(self.response["output"]) - 1
-        self._say(f"response.{type}", item_id=self.item["id"], output_index=index, **more)
-
-    def _taken(self) -> bytes:
-        new, self.new = "".join(self.new).encode(), []
-        return new
-
-    def _open(self, prefix: str, **item: Any) -> None:
-        "The next item begins."
-        self._close("completed")
-        output = self.response["output"]
-        own = dict(id=f"{prefix}_{self.name}_{len(output)}", status="in_progress")
-        self.item = own | item
-        output.append(self.item)
-        self._say("response.output_item.added", output_index=len(output) - 1, item=self.item)
-
-    def _close(self, status: str) -> None:
-        "The item that grows, if one does, is at its end."
-        if (item := self.item) is None:
-            return
-        if item["type"] == "function_call":
-            said = dict(name=item["name"], arguments=item["arguments"])
-            self._about("function_call_arguments.done", **said)
-        else:
-            part = item["content"][0]
-            own = {k: part[k] for k in ("text", "logprobs") if k in part}
-            self._about(f"{part['type']}.done", content_index=0, **own)
-            self._about("content_part.done", content_index=0, part=part)
-        item["status"] = status
-        index = len(self.response["output"]) - 1
-        self._say("response.output_item.done", output_index=index, item=item)
-        self.item = None
-
-# %% ../../nbs/6_jobs/responses.ipynb #843da053
-class GrowingItems(ItemEvents):
-    "Items that grow by the deltas of a chat."
-
-    def _is_whole_call(self) -> bool:
-        "Whether the item that grows is a call with all of its arguments."
-        try:
-            return isinstance(json.loads((self.item or {}).get("arguments", "")), dict)
-        except ValueError:
-            return False
-
-    def _scores_of_text(self) -> list[Any]:
-        "The log probabilities that no event has yet, but for those of a thought."
-        scores, self.scores = self.scores, []
-        self.scored += len(scores)
-        return scores[max(0, self.thoughts - self.scored + len(scores)) :]
-
-    def _write(self, kind: str, text: str, logprobs: list[Any]) -> None:
-        "More `text` of an item of a `kind` of `TEXTS`."
-        if not self.item or self.item["type"] != kind:
-            more: dict[str, Any] = dict(role="assistant") if kind == "message" else dict(summary=[])
-            self._open("msg" if kind == "message" else "rs", type=kind, content=[], **more)
-            assert self.item
-            part: dict[str, Any] = dict(type=TEXTS[kind], text="")
-            part |= dict(annotations=[], logprobs=[]) if kind == "message" else {}
-            self.item["content"].append(part)
-            self._about("content_part.added", content_index=0, part=part)
-        assert self.item
-        part = self.item["content"][0]
-        part["text"] += text
-        more = dict(logprobs=logprobs) if kind == "message" else {}
-        if kind == "message":
-            part["logprobs"] += logprobs
-        if text or logprobs:
-            self._about(f"{part['type']}.delta", content_index=0, delta=text, **more)
-
-    def _call(self, call: dict[str, Any]) -> None:
-        "A call, or more of its arguments."
-        f = call["function"]
-        if "id" in call:
-            own = dict(call_id=call["id"], name=f["name"], arguments="")
-            self._open("fc", type="function_call", **own)
-        assert self.item
-        if text := f.get("arguments"):
-            self.item["arguments"] += text
-            self._about("function_call_arguments.delta", delta=text)
-
-# %% ../../nbs/6_jobs/responses.ipynb #ac05e4aa
-ERRORS = {"server_error", "rate_limit_exceeded"}  # codes of a response beside invalid_prompt
-
-
-class ResponseParts(GrowingItems):
-    """The events of `response`, which grows with them. Each method gives the new events, as bytes."""
 
     def begin(self) -> bytes:
         "The response is under way."
@@ -678,6 +588,92 @@ class ResponseParts(GrowingItems):
         self.response |= dict(status="failed", error=error | dict(message=message))
         self._say("response.failed", response=self.response)
         return begun + self._taken()
+
+    # Text and calls grow an item
+    def _is_whole_call(self) -> bool:
+        "Whether the item that grows is a call with all of its arguments."
+        try:
+            return isinstance(json.loads((self.item or {}).get("arguments", "")), dict)
+        except ValueError:
+            return False
+
+    def _scores_of_text(self) -> list[Any]:
+        "The log probabilities that no event has yet, but for those of a thought."
+        scores, self.scores = self.scores, []
+        self.scored += len(scores)
+        return scores[max(0, self.thoughts - self.scored + len(scores)) :]
+
+    def _write(self, kind: str, text: str, logprobs: list[Any]) -> None:
+        "More `text` of an item of a `kind` of `TEXTS`."
+        if not self.item or self.item["type"] != kind:
+            more: dict[str, Any] = dict(role="assistant") if kind == "message" else dict(summary=[])
+            self._open("msg" if kind == "message" else "rs", type=kind, content=[], **more)
+            assert self.item
+            part: dict[str, Any] = dict(type=TEXTS[kind], text="")
+            part |= dict(annotations=[], logprobs=[]) if kind == "message" else {}
+            self.item["content"].append(part)
+            self._about("content_part.added", content_index=0, part=part)
+        assert self.item
+        part = self.item["content"][0]
+        part["text"] += text
+        more = dict(logprobs=logprobs) if kind == "message" else {}
+        if kind == "message":
+            part["logprobs"] += logprobs
+        if text or logprobs:
+            self._about(f"{part['type']}.delta", content_index=0, delta=text, **more)
+
+    def _call(self, call: dict[str, Any]) -> None:
+        "A call, or more of its arguments."
+        f = call["function"]
+        if "id" in call:
+            own = dict(call_id=call["id"], name=f["name"], arguments="")
+            self._open("fc", type="function_call", **own)
+        assert self.item
+        if text := f.get("arguments"):
+            self.item["arguments"] += text
+            self._about("function_call_arguments.delta", delta=text)
+
+    # Events about an item
+    def _say(self, type: str, **more: Any) -> None:
+        event = dict(type=type, sequence_number=self.number) | more
+        self.new.append(f"event: {type}\ndata: {_dumps(event)}\n\n")
+        self.number += 1
+
+    def _about(self, type: str, **more: Any) -> None:
+        "An event about the item that grows."
+        assert self.item
+        index = len(self.response["output"]) - 1
+        self._say(f"response.{type}", item_id=self.item["id"], output_index=index, **more)
+
+    def _taken(self) -> bytes:
+        new, self.new = "".join(self.new).encode(), []
+        return new
+
+    def _open(self, prefix: str, **item: Any) -> None:
+        "The next item begins."
+        self._close("completed")
+        output = self.response["output"]
+        own = dict(id=f"{prefix}_{self.name}_{len(output)}", status="in_progress")
+        self.item = own | item
+        output.append(self.item)
+        self._say("response.output_item.added", output_index=len(output) - 1, item=self.item)
+
+    def _close(self, status: str) -> None:
+        "The item that grows, if one does, is at its end."
+        if (item := self.item) is None:
+            return
+        if item["type"] == "function_call":
+            said = dict(name=item["name"], arguments=item["arguments"])
+            self._about("function_call_arguments.done", **said)
+        else:
+            part = item["content"][0]
+            own = {k: part[k] for k in ("text", "logprobs") if k in part}
+            self._about(f"{part['type']}.done", content_index=0, **own)
+            self._about("content_part.done", content_index=0, part=part)
+        item["status"] = status
+        index = len(self.response["output"]) - 1
+        self._say("response.output_item.done", output_index=index, item=item)
+        self.item = None
 
 # %% ../../nbs/6_jobs/responses.ipynb #517bea1f
 def response_of(

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BatchlabError, JobError, ModelError
 from ..tasks.lora import adapter_named, adapter_names
+from .fields import JobFields
 from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
-from .schema import BadRequest
+from .settings import BadRequest
 from .pooling import TextsOutput
 from .responses import fit_roles
 from .tools import conversation_with, tool_params
@@ -27,7 +28,6 @@ from .tools import conversation_with, tool_params
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.tasks.admit import AdaptedAnswers
     from batchlab.llm.outputs import RequestGroup, RequestOutput, StreamEvent
-    from batchlab.jobs.job import Job
     from batchlab.jobs.progress import JobResult
 
 # %% ../../nbs/6_jobs/runner.ipynb #66c77235
@@ -220,7 +220,9 @@ def withdraw(llm: Any, keys: Collection[str]) -> None:
 class LineRunner:
     "Runs lines on `llm` as `job` says. Records go to `settle`, tokens are counted in `result`."
 
-    def __init__(self, job: Job, llm: AdaptedAnswers, result: JobResult, settle: Settle) -> None:
+    def __init__(
+        self, job: JobFields, llm: AdaptedAnswers, result: JobResult, settle: Settle
+    ) -> None:
         self.job, self.llm, self.result, self.settle = job, llm, result, settle
         self.model = job.model_name or name_of(llm.loaded.model)
         self.params = ParamsCache(job.sampling_params)

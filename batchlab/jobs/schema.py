@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from ..errors import ParamError, PromptError
-from .settings import ALIASES, DROPPED, KNOWN_SETTINGS, Body, Whole
+from .tools import ToolChoice, ToolFormat, ToolParser
+from .settings import ALIASES, BadRequest, DROPPED, KNOWN_SETTINGS, Body, Whole
 from .settings import check_sizes, is_setting, settings_of, take
 from ..errors import whole_number
 from ..core.params import SamplingParams
@@ -22,7 +23,6 @@ from ..core.params import SamplingParams
 if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
     from batchlab.core.sampling import Logprob
-    from batchlab.jobs.tools import ToolChoice, ToolFormat, ToolParser
 
 # %% auto #0
 __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'DONE', 'sampling_options', 'request_params',
@@ -32,22 +32,6 @@ __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE',
            'prompt_logprobs_of', 'ChoiceParts', 'Parts']
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000010
-class BadRequest(ValueError):
-    """A request that can't run, and why. `code`, `param`: those of the API's error object;
-    `param` is the key at fault, if it is one. `retry_after`: seconds until it is worth asking
-    again, which a server says with some codes."""
-
-    def __init__(
-        self,
-        message: str,
-        code: str = "invalid_request",
-        param: str | None = None,
-        retry_after: int = 1,
-    ) -> None:
-        super().__init__(message)
-        self.code, self.param, self.retry_after = code, param, retry_after
-
-
 def key_of(field: str, body: dict[str, Any]) -> str | None:
     "Which key of `body` gave the `field` that an error is about, if one did."
     setting = field.partition(".")[0]
@@ -472,9 +456,7 @@ STATUS = dict(
     file_in_use=409,
     request_too_large=413,
     too_large=413,
-    uri_too_long=414,
     unsupported_media_type=415,
-    headers_too_large=431,
     rate_limit_exceeded=429,
     server_error=500,
     unavailable=503,

@@ -17,9 +17,26 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'Whole', 'B', 'MOST_KEYS', 'WANTS', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'IGNORED', 'ADVICE', 'INSTEAD',
-           'ELSEWHERE', 'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORMS', 'RANGES', 'LENGTHS', 'MOST_WORDS', 'Body',
-           'read', 'take', 'names_elsewhere', 'named_as_setting', 'is_setting', 'advice', 'refuse', 'say_ignored',
-           'ResponseFormat', 'structured_of', 'form_of', 'logprobs_of', 'check_sizes', 'settings_of']
+           'ELSEWHERE', 'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORMS', 'RANGES', 'LENGTHS', 'MOST_WORDS',
+           'BadRequest', 'Body', 'read', 'take', 'names_elsewhere', 'named_as_setting', 'is_setting', 'advice',
+           'refuse', 'say_ignored', 'ResponseFormat', 'structured_of', 'form_of', 'logprobs_of', 'check_sizes',
+           'settings_of']
+
+# %% ../../nbs/6_jobs/settings.ipynb #da7527e8
+class BadRequest(ValueError):
+    """A request that can't run, and why. `code`, `param`: those of the API's error object;
+    `param` is the key at fault, if it is one. `retry_after`: seconds until it is worth asking
+    again, which a server says with some codes."""
+
+    def __init__(
+        self,
+        message: str,
+        code: str = "invalid_request",
+        param: str | None = None,
+        retry_after: int = 1,
+    ) -> None:
+        super().__init__(message)
+        self.code, self.param, self.retry_after = code, param, retry_after
 
 # %% ../../nbs/6_jobs/settings.ipynb #setbody2
 def _whole(v: Any) -> Any:

@@ -29,9 +29,8 @@ __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_
            'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing',
            'MissingCell', 'formatted', 'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk',
            'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json', 'without_gaps', 'setting_of',
-           'ColumnNames', 'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'kind_of',
-           'kind_of_text', 'type_of', 'cast', 'readable', 'AnswerRows', 'AnswerTable', 'cell_text', 'write_csv',
-           'arrow_schema', 'write_parquet']
+           'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'kind_of', 'kind_of_text', 'type_of',
+           'cast', 'readable', 'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
 class Chunks(io.RawIOBase):
@@ -660,18 +659,21 @@ def setting_of(name: str, v: Any) -> Any:
     n = whole_number(v)  # a column with a gap is made of floats
     return v if n is None else n
 
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e022-4
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e02b
 @dataclass
-class ColumnNames:
-    """The columns `names` of the table `where` by what is asked of them. `text`: its cells are
-    text. Raises `JobError`.
+class Columns:
+    """What the columns `names` of the table `where` are for, and what each of its rows asks for.
+    `text`: its cells are text. Raises `JobError`.
 
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`.
     `system`: a template too. `chat`: prompts are a user's message. `setting_columns`: settings
     of their row; all others are data, whatever they are called. `keep`: rows have all their
     `cells`. `empty`: what stands in a template for an empty cell. `spell`: how messages write an
     option. `structs`: cells are Arrow's, whose objects have the fields of all others as None.
-    `short`: the first row with fewer cells than there are columns, 0 without one."""
+    `short`: the first row with fewer cells than there are columns, 0 without one.
+
+    `settings`: columns that are settings or options of conversations. `alike`: data with names of
+    settings. `needed`: columns that are read."""
 
     names: Sequence[str]
     where: str | Path = "the table"
@@ -689,6 +691,24 @@ class ColumnNames:
     short: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self._check()
+        names = self.names
+        texts = {"prompt template": self.prompt_template, "system message": self.system}
+        self.templates = [
+            text
+            if text is None
+            else Template(text, names, self.where, what, self.empty, self.spell)
+            for what, text in texts.items()
+        ]
+        self.settings = [n for n in names if n in self.setting_columns]
+        used = {self.prompt, self.id_column, *self.settings, "messages" if self.talk else None}
+        used = used.union(*(t.columns for t in self.templates if t))
+        self.needed = [n for n in names if n in used]
+        data = {*names} - {*used, *ANSWER, *OPTIONAL}
+        self.alike = [n for n in names if n in data and is_setting_name(n)]
+
+    def _check(self) -> None:
+        "Find the prompt, and refuse what is missing or contradictory."
         names, plain = self.names, self.prompt_template is None
         if not plain and self.prompt_column != "prompt":
             raise JobError(
@@ -710,31 +730,7 @@ class ColumnNames:
         for name in self.setting_columns:
             check_setting(name, CHAT_OPTIONS if self.talk or self.chat else ())
 
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e02b
-class Columns(ColumnNames):
-    """What the columns of a table are for, and what each of its rows asks for. Takes what
-    `ColumnNames` takes.
-
-    `settings`: columns that are settings or options of conversations. `alike`: data with names of
-    settings. `needed`: columns that are read."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names = self.names
-        texts = {"prompt template": self.prompt_template, "system message": self.system}
-        self.templates = [
-            text
-            if text is None
-            else Template(text, names, self.where, what, self.empty, self.spell)
-            for what, text in texts.items()
-        ]
-        self.settings = [n for n in names if n in self.setting_columns]
-        used = {self.prompt, self.id_column, *self.settings, "messages" if self.talk else None}
-        used = used.union(*(t.columns for t in self.templates if t))
-        self.needed = [n for n in names if n in used]
-        data = {*names} - {*used, *ANSWER, *OPTIONAL}
-        self.alike = [n for n in names if n in data and is_setting_name(n)]
-
+    # Its rows
     def row(self, cells: dict[str, Any]) -> Row:
         "What the row with `cells` asks for."
         kept = self.kept(cells) if self.keep else None
@@ -909,13 +905,13 @@ Records = Callable[
     [], Iterator[tuple[int, dict[str, Any]]]
 ]  # begins anew with each call: `(number, record)`, by number
 
-
-class AnswerRows:
-    """The rows of `records` (a function that yields them) beside those of `source`, if the
-    requests came from a table.
+# %% ../../nbs/6_jobs/tables.ipynb #7ab1e03b
+class AnswerTable:
+    """The table of the rows of `records` (a function that yields them) beside those of `source`,
+    if the requests came from a table.
 
     `names`: what the columns of the answers are called; None finds free ones beside those of
-    `source`."""
+    `source`. `types`: Arrow's, by column. `gaps`: columns of whole numbers that may be missing."""
 
     def __init__(
         self, records: Records, source: TableFile | None = None, names: AnswerNames | None = None
@@ -923,7 +919,26 @@ class AnswerRows:
         self.records, self.source = records, source
         self.inputs: list[str] = source.names if source else []
         self.names = names or AnswerNames(self.inputs)
+        self.text = {*self.inputs} if source and not source.schema else set[str]()
+        called, kinds = self.names.of, {k: set[str]() for k in self.inputs}
+        for row in self.rows(inputs=bool(self.text)):
+            for k, v in row.items():
+                if "string" not in kinds.setdefault(k, set()):
+                    kinds[k].add(self._kind(k, v))
+        if not any(kinds.values()):  # there is no row
+            first = [] if source else ["line"]
+            kinds |= {called(k): set() for k in (*first, *ANSWER, "request_id")}
+        rare = {called(k) for k in OPTIONAL}
+        if called("request_id") in kinds:
+            rare |= {called("id"), called("custom_id")}
+        fixed = {called(k): t for k, t in {**OPTIONAL, **ANSWER}.items()}
+        types = {k: fixed.get(k) or type_of(some) for k, some in kinds.items()}
+        empty = {k for k in rare - {*self.inputs} if not kinds.get(k, set()) - {""}}
+        self.types = {k: t for k, t in types.items() if k not in empty}
+        whole_numbers = [k for k, t in self.types.items() if t == "int64"]
+        self.gaps = [k for k in whole_numbers if k not in self.inputs or "" in kinds[k]]
 
+    # Rows
     def answers(self, d: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the rows of record `d`, by what their columns are called; without a source the ids
         and the cells of its line come first."""
@@ -955,35 +970,7 @@ class AnswerRows:
         else:
             yield from (row for _, d in self.records() for row in self.answers(d))
 
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e03b
-class AnswerTable(AnswerRows):
-    """The table of such rows; takes what `AnswerRows` takes.
-
-    `types`: Arrow's, by column. `gaps`: columns of whole numbers that may be missing."""
-
-    def __init__(
-        self, records: Records, source: TableFile | None = None, names: AnswerNames | None = None
-    ) -> None:
-        super().__init__(records, source, names)
-        self.text = {*self.inputs} if source and not source.schema else set[str]()
-        called, kinds = self.names.of, {k: set[str]() for k in self.inputs}
-        for row in self.rows(inputs=bool(self.text)):
-            for k, v in row.items():
-                if "string" not in kinds.setdefault(k, set()):
-                    kinds[k].add(self._kind(k, v))
-        if not any(kinds.values()):  # there is no row
-            first = [] if source else ["line"]
-            kinds |= {called(k): set() for k in (*first, *ANSWER, "request_id")}
-        rare = {called(k) for k in OPTIONAL}
-        if called("request_id") in kinds:
-            rare |= {called("id"), called("custom_id")}
-        fixed = {called(k): t for k, t in {**OPTIONAL, **ANSWER}.items()}
-        types = {k: fixed.get(k) or type_of(some) for k, some in kinds.items()}
-        empty = {k for k in rare - {*self.inputs} if not kinds.get(k, set()) - {""}}
-        self.types = {k: t for k, t in types.items() if k not in empty}
-        whole_numbers = [k for k, t in self.types.items() if t == "int64"]
-        self.gaps = [k for k in whole_numbers if k not in self.inputs or "" in kinds[k]]
-
+    # Types
     def _kind(self, column: str, v: Any) -> str:
         if column in self.text:
             return kind_of_text(v)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BatchlabError
 from ..core.params import SamplingParams, StructuredOutputsParams
-from .schema import BadRequest
+from .settings import BadRequest
 
 log = logging.getLogger("batchlab")
 
@@ -278,37 +278,6 @@ FORMATS: dict[str, ToolFormat] = {
         ("mistral", _OBJECT, "[TOOL_CALLS]", "[TOOL_CALLS][", ", ", "]"),
         ("mistral_args", "[TOOL_CALLS]NAME[ARGS]{…}", "[TOOL_CALLS]"),
         ("mistral_ids", "[TOOL_CALLS]NAME[CALL_ID]§[ARGS]{…}", "[TOOL_CALLS]"),
-        (
-            "deepseek_v3",
-            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n{…}\n```<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁begin｜>",
-            "\n",
-            "<｜tool▁calls▁end｜>",
-        ),
-        (
-            "deepseek_v31",
-            "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁begin｜>",
-            "",
-            "<｜tool▁calls▁end｜>",
-        ),
-        ("granite", _OBJECT, "<|tool_call|>", "<|tool_call|>[", ", ", "]"),
-        ("functools", _OBJECT, "functools[", "functools[", ", ", "]"),
-        ("nemotron", _OBJECT, "<TOOLCALL>", "<TOOLCALL>[", ", ", "]</TOOLCALL>"),
-        ("apriel", _OBJECT, "<tool_calls>", "<tool_calls>[", ", ", "]</tool_calls>"),
-        ("minimax_m1", _OBJECT, "<tool_calls>", "<tool_calls>\n", "\n", "\n</tool_calls>"),
-        ("gigachat", f"<|function_call|>{_OBJECT}", "<|function_call|>"),
-        (
-            "apertus",
-            '{"NAME": {…}}',
-            "<|tools_prefix|>",
-            "<|tools_prefix|>[",
-            ", ",
-            "]<|tools_suffix|>",
-        ),
-        ("function_tags", "<function=NAME>{…}</function>", "<function="),
     )
 }
 
@@ -508,10 +477,30 @@ def _patterns(f: ToolFormat) -> tuple[str, str, str, str]:
         _layout(f.last),
     )
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #8833fd58
-class _Deltas:
-    """The text of an answer that isn't settled yet, and what is: as deltas in `out`, and added
-    up in `content` and `calls`."""
+# %% ../../nbs/6_jobs/48_tools.ipynb #1d63809a
+Steps = Generator[None, None, bool]  # yields where only more text can say what comes next
+
+# %% ../../nbs/6_jobs/48_tools.ipynb #too00068
+def _fault(schema: dict[str, Any], arguments: str) -> str:
+    "Why the whole `arguments` of a call are not valid under `schema`; '' if they are."
+    from batchlab.tasks.structured import Validity  # imports torch
+
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return ""
+    return Validity(schema)(arguments)
+
+
+class ToolParser:
+    """The text of an answer in, its deltas out as the chat endpoint streams them:
+    `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
+
+    A call's first delta has its id, type and name, the next ones its arguments as they come.
+    Text is held back only while it may become a call. What turns out to be none is content: a
+    name that is not in `choice`, or another layout. `key`: makes the ids the same each time. How
+    the text is cut into pieces changes nothing in the sum of the deltas, which is `content` and
+    `calls`."""
 
     def __init__(
         self, fmt: ToolFormat | None, choice: ToolChoice | None, key: str | None = None
@@ -523,6 +512,25 @@ class _Deltas:
         self.out: list[dict[str, Any]] = []
         self.text, self.closing = "", False
 
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        "The deltas that `text`, the next piece of the answer, settles."
+        self.text += text
+        next(self._steps)
+        out, self.out = self.out, []
+        return out
+
+    def close(self) -> list[dict[str, Any]]:
+        """The deltas of what was held back, at the end of the answer. Raises `BadRequest` if the
+        choice is strict and a call is not valid; one that is cut off is passed on."""
+        self.closing = True
+        out = self.feed("")
+        for f in (c["function"] for c in self.calls if self.choice.strict):
+            if why := _fault(self.choice.schemas[f["name"]], f["arguments"]):
+                said = f"the call of {f['name']} is not valid {why}: ask again"
+                raise BadRequest(said, "server_error")
+        return out
+
+    # What is settled becomes a delta
     def _say(self, n: int) -> None:
         "The next `n` characters are content."
         said, self.text = self.text[:n], self.text[n:]
@@ -547,13 +555,40 @@ class _Deltas:
     def _put(self, part: dict[str, Any]) -> None:
         self.out.append(dict(tool_calls=[dict(index=len(self.calls) - 1) | part]))
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #1d63809a
-Steps = Generator[None, None, bool]  # yields where only more text can say what comes next
+    # Steps: each `yield`s while only more text can say what comes next
+    @functools.cached_property
+    def _steps(self) -> Steps:
+        "All steps: each takes what is settled from the text."
+        if self.fmt.name and self.choice.schemas:
+            yield from self._calls()
+        while True:  # no call can come any more
+            self._say(len(self.text))
+            yield
 
+    def _calls(self) -> Steps:
+        "Content up to where a call may begin, and the calls there, as long as one may come."
+        start, more, tail, last = _patterns(self.fmt)
+        trigger, template = re.escape(self.fmt.trigger), self.fmt.template
+        may = not (template and trigger)  # at the start of the answer
+        while self.text or not self.closing:
+            if may and (yield from self._parsed() if template else self._begun(start)):
+                while (whole := (yield from self._taken(tail))) and self.fmt.parallel:
+                    if not (yield from self._begun(more)):
+                        break
+                may = whole and (yield from self._taken(last)) and bool(trigger)
+                continue
+            if not trigger:
+                break
+            if may and self.closing and self.calls and not self.text.strip():
+                self.text = ""
+            m = regex.search(trigger, self.text, pos=int(may), partial=not self.closing)
+            may = m is not None and not m.partial
+            self._say(m.start() if m else len(self.text))
+            if not may and not self.closing:
+                yield
+        return True
 
-class _CallReader(_Deltas):
-    "Reads one call. Each step `yield`s while only more text can say what comes next."
-
+    # One call
     def _match(self, pattern: str) -> Generator[None, None, regex.Match[str] | None]:
         """The match of `pattern` at the start of the text, or None. It is partial at the end of
         an answer that breaks off in it."""
@@ -595,10 +630,7 @@ class _CallReader(_Deltas):
                 return True
             yield
 
-# %% ../../nbs/6_jobs/48_tools.ipynb #d6bcf688
-class _WholeReader(_CallReader):
-    "Also reads all calls at once, when the answer is whole."
-
+    # All calls, of an answer that is whole
     def _parsed(self) -> Steps:
         "Whether transformers finds calls in the rest of the answer, by its `response_template`."
         from transformers.utils.chat_parsing import parse_response
@@ -620,78 +652,6 @@ class _WholeReader(_CallReader):
         for name, self.text in pairs:
             self._call(name)
             self._argue(len(self.text))
-        return True
-
-# %% ../../nbs/6_jobs/48_tools.ipynb #too00068
-def _fault(schema: dict[str, Any], arguments: str) -> str:
-    "Why the whole `arguments` of a call are not valid under `schema`; '' if they are."
-    from batchlab.tasks.structured import Validity  # imports torch
-
-    try:
-        json.loads(arguments)
-    except ValueError:
-        return ""
-    return Validity(schema)(arguments)
-
-
-class ToolParser(_WholeReader):
-    """The text of an answer in, its deltas out as the chat endpoint streams them:
-    `{'content': …}`, and `{'tool_calls': [{'index': …, …}]}`.
-
-    A call's first delta has its id, type and name, the next ones its arguments as they come.
-    Text is held back only while it may become a call. What turns out to be none is content: a
-    name that is not in `choice`, or another layout. `key`: makes the ids the same each time. How
-    the text is cut into pieces changes nothing in the sum of the deltas, which is `content` and
-    `calls`."""
-
-    def feed(self, text: str) -> list[dict[str, Any]]:
-        "The deltas that `text`, the next piece of the answer, settles."
-        self.text += text
-        next(self._steps)
-        out, self.out = self.out, []
-        return out
-
-    def close(self) -> list[dict[str, Any]]:
-        """The deltas of what was held back, at the end of the answer. Raises `BadRequest` if the
-        choice is strict and a call is not valid; one that is cut off is passed on."""
-        self.closing = True
-        out = self.feed("")
-        for f in (c["function"] for c in self.calls if self.choice.strict):
-            if why := _fault(self.choice.schemas[f["name"]], f["arguments"]):
-                said = f"the call of {f['name']} is not valid {why}: ask again"
-                raise BadRequest(said, "server_error")
-        return out
-
-    @functools.cached_property
-    def _steps(self) -> Steps:
-        "All steps: each takes what is settled from the text."
-        if self.fmt.name and self.choice.schemas:
-            yield from self._calls()
-        while True:  # no call can come any more
-            self._say(len(self.text))
-            yield
-
-    def _calls(self) -> Steps:
-        "Content up to where a call may begin, and the calls there, as long as one may come."
-        start, more, tail, last = _patterns(self.fmt)
-        trigger, template = re.escape(self.fmt.trigger), self.fmt.template
-        may = not (template and trigger)  # at the start of the answer
-        while self.text or not self.closing:
-            if may and (yield from self._parsed() if template else self._begun(start)):
-                while (whole := (yield from self._taken(tail))) and self.fmt.parallel:
-                    if not (yield from self._begun(more)):
-                        break
-                may = whole and (yield from self._taken(last)) and bool(trigger)
-                continue
-            if not trigger:
-                break
-            if may and self.closing and self.calls and not self.text.strip():
-                self.text = ""
-            m = regex.search(trigger, self.text, pos=int(may), partial=not self.closing)
-            may = m is not None and not m.partial
-            self._say(m.start() if m else len(self.text))
-            if not may and not self.closing:
-                yield
         return True
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00071

@@ -42,7 +42,7 @@ __all__ = ['log', 'Prompt', 'Prompts', 'Message', 'Talk', 'Talks', 'Params', 'Pa
            'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'Listable', 'is_ids', 'is_talk',
            'as_list', 'prompt_too_long', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options',
            'check_bar', 'Settings', 'one_each', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt',
-           'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt',
+           'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt', 'MayFail',
            'log_failures']
 
 # %% ../../nbs/2_core/inputs.ipynb #6d3ee88f
@@ -536,7 +536,14 @@ def check_prompt(
     return ids
 
 # %% ../../nbs/2_core/inputs.ipynb #inp00006
-def _log_cut(outs: Sequence[RequestOutput]) -> None:
+class MayFail(Protocol):
+    "A result of a prompt, or why there is none."
+
+    @property
+    def error(self) -> str | None: ...
+
+
+def _log_cut(outs: Sequence[MayFail]) -> None:
     """Log how many of `outs` were held to a form and cut off by `max_tokens`, so that they may
     not have it."""
     held = [
@@ -558,7 +565,7 @@ def _log_cut(outs: Sequence[RequestOutput]) -> None:
     )
 
 # %% ../../nbs/2_core/inputs.ipynb #bc9cce17
-def log_failures(outs: Sequence[RequestOutput]) -> None:
+def log_failures(outs: Sequence[MayFail]) -> None:
     """Log how many of `outs` failed, by the five commonest reasons, with the index of the first
     of each; and how many were cut off in a form."""
     _log_cut(outs)

@@ -5,19 +5,20 @@
 # %% ../../nbs/7_serve/answers.ipynb #2c714542
 from __future__ import annotations
 
-import asyncio, contextlib, json, logging, re, secrets
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import asyncio, contextlib, json, logging, re, secrets, time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, EngineError
+from ..errors import BatchlabError, EngineError, PromptTooLongError
 from ..llm.outputs import RequestOutput
+from ..tasks.lora import adapter_named, adapter_names
 from .responses import ResponseRunner, keep_response, on_disk
 from .messages import PING, MessageParts, MessageRequest, event_bytes, is_messages
 from .messages import message_body, message_error
-from ..jobs.schema import ApiRequest, BadRequest, Parts, at_fault, choice_of, echoed
+from ..jobs.schema import ApiRequest, Parts, at_fault, choice_of, echoed
+from ..jobs.settings import BadRequest
 from ..jobs.schema import error_body, head_of, prompt_logprobs_of, text_logprobs, usage_of
 from ..jobs.responses import ResponseParts, ResponseRequest, renamed, response_head
 from ..jobs.responses import response_of
@@ -28,7 +29,7 @@ from fastapi import Response  # behind routes, which says what is missing
 from starlette.types import Message, Receive, Scope, Send
 
 # %% auto #0
-__all__ = []
+__all__ = ['RETRY_AFTER', 'ServedModel', 'ServerLimits']
 
 # %% ../../nbs/7_serve/answers.ipynb #srv00011
 _dumps = json.JSONEncoder(
@@ -150,19 +151,108 @@ async def merged(
             t.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+# %% ../../nbs/7_serve/answers.ipynb #2c75e7c3
+class ServedModel:
+    """`llm` as clients know it: it is called `name` here, or one of `others`, and each of its
+    adapters is a model too. Methods raise `BadRequest`."""
+
+    def __init__(self, llm: AsyncLLM, name: str, others: Iterable[str] = ()) -> None:
+        self.llm, self.name, self.names = llm, name, {name, *others}
+        self.since = int(time.time())
+
+    def adapter_of(self, model: Any) -> str | None:
+        """The name of the adapter that a request for `model` wants, or None: the model's own
+        names come first."""
+        return None if model in self.names else adapter_named(self.llm.llm.adapters, model)
+
+    def check(self, model: Any) -> None:
+        if model is not None and model not in self.names and self.adapter_of(model) is None:
+            adapters = ", ".join(map(repr, adapter_names(self.llm.llm.adapters)))
+            has = f"{self.name!r}, and with adapters {adapters}" if adapters else f"{self.name!r}"
+            why = f"the model {model!r:.100} does not exist: this server has {has}"
+            raise BadRequest(why, "model_not_found", "model")
+
+    def check_length(self, asked: ApiRequest) -> None:
+        "Raise `BadRequest` if `asked` wants longer answers than there can be."
+        n, most = asked.params.max_tokens, self.llm.llm.max_model_len
+        if n and most and n > most:
+            given = asked.asked.get("max_tokens") is not None
+            key = "max_tokens" if given else "max_completion_tokens"
+            why = f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt"
+            raise BadRequest(f"{why}: lower it, or leave it out", param=key)
+
+    def card(self, name: str) -> dict[str, Any]:
+        "The model, or an adapter of it, as the API lists models."
+        return dict(
+            id=name,
+            object="model",
+            created=self.since,
+            owned_by="batchlab",
+            root=name,
+            parent=None if name == self.name else self.name,
+            max_model_len=self.llm.llm.max_model_len,
+        )
+
+    def cards(self) -> list[dict[str, Any]]:
+        "The model and all its adapters."
+        return [self.card(name) for name in (self.name, *adapter_names(self.llm.llm.adapters))]
+
+    async def in_queuer(
+        self, work: Callable[[], Any], prompt: Any = None, key: str | None = None
+    ) -> Any:
+        """What `work` gives in the thread that tokenises `prompt`, which `key` of the body has.
+        Raises `BadRequest`."""
+        try:
+            return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
+        except PromptTooLongError as e:
+            raise context_error(str(e), self.llm.llm.max_model_len, key) from None
+        except BatchlabError as e:
+            raise BadRequest(str(e), param=key) from None
+
+    def decode(self, ids: list[int]) -> str:
+        tok: Any = self.llm.llm.tokenizer
+        return tok.decode(ids, clean_up_tokenization_spaces=False) if tok else ""
+
+# %% ../../nbs/7_serve/answers.ipynb #7d9df597
+RETRY_AFTER = 5  # seconds until a client that found no room may find some
+
+
+class ServerLimits:
+    """How much may be under way at once: `most` choices, and nothing new once the server is
+    `draining`. For the event loop."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.pending, self.draining = most, 0, False
+
+    @contextlib.contextmanager
+    def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
+        "Count the choices of `asked` as pending meanwhile. Raises `BadRequest` if there is no room."
+        n, most = asked.num_choices, self.most
+        if self.draining:
+            raise stopping()
+        if n > most:
+            why = f"{n:,} answers in one request, and this server takes {most:,} at once"
+            many = isinstance(asked, ApiRequest) and asked.params.n > 1
+            raise BadRequest(f"{why}: ask for fewer", param="n" if many else asked.key)
+        if self.pending + n > most:
+            why = f"{self.pending:,} requests are under way, and this server takes {most:,}"
+            raise BadRequest(f"{why}: ask again later", "rate_limit_exceeded", None, RETRY_AFTER)
+        self.pending += n
+        try:
+            yield
+        finally:
+            self.pending -= n
+
 # %% ../../nbs/7_serve/answers.ipynb #47e20917
 class Host(Protocol):
     "What an answer needs of the endpoints that give it."
 
-    llm: AsyncLLM
-    name: str
+    served: ServedModel
+    limits: ServerLimits
     keep_alive: float
     responses: ResponseRunner | None
 
-    def adapter_of(self, model: Any) -> str | None: ...
-    def place(self, asked: ApiRequest | PoolingRequest) -> AbstractContextManager[None]: ...
     def count(self, o: RequestOutput) -> None: ...
-    def decode(self, ids: list[int]) -> str: ...
 
 # %% ../../nbs/7_serve/answers.ipynb #srv00022
 class Answer(Response):
@@ -171,7 +261,7 @@ class Answer(Response):
 
     def __init__(self, api: Host, asked: Any) -> None:
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
-        self.model = api.adapter_of(asked.model) or api.name
+        self.llm, self.model = api.served.llm, api.served.adapter_of(asked.model) or api.served.name
         self.begun, self.pulse = False, b": keep-alive\n\n"
 
     async def make(self, send: Send) -> dict[str, Any]:
@@ -187,7 +277,7 @@ class Answer(Response):
 
     async def _answer(self, send: Send) -> None:
         try:
-            with self.api.place(self.asked):
+            with self.api.limits.place(self.asked):
                 usage = await self.make(send)
             n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
             self.scope["said"] = f"{n:,} tokens in, {m:,} out"
@@ -200,7 +290,7 @@ class Answer(Response):
     def checked(self, o: Any) -> Any:
         "Output `o`, counted if it is the last. Raises `BadRequest` for one that failed."
         if o.finished:
-            if wrong := error_of(o, self.asked, self.api.llm.llm.max_model_len):
+            if wrong := error_of(o, self.asked, self.llm.llm.max_model_len):
                 raise wrong
             self.api.count(o)
         return o
@@ -213,8 +303,8 @@ class TextAnswer(Answer):
         "`(index of the prompt, output)` as they come. Raises `BadRequest` for one that failed."
         a = self.asked
         how: dict[str, Any] = dict(chat=a.chat, priority=a.priority, grow=grow)
-        how["lora_request"] = self.api.adapter_of(a.model)
-        each = [self.api.llm.generate(p, a.params, **how) for p in a.prompts]
+        how["lora_request"] = self.api.served.adapter_of(a.model)
+        each = [self.llm.generate(p, a.params, **how) for p in a.prompts]
         async with contextlib.aclosing(merged(each)) as outputs:
             async for i, o in outputs:
                 yield i, self.checked(o)
@@ -258,7 +348,7 @@ class TextAnswer(Answer):
 
     def shown(self, o: RequestOutput) -> tuple[RequestOutput, str]:
         "What the client sees of `o`, and the text of its first token where it has no probability."
-        a, decode = self.asked, self.api.decode
+        a, decode = self.asked, self.api.served.decode
         if not a.echo:
             return o, ""
         text, ids = o.prompt, o.prompt_token_ids or []
@@ -342,35 +432,38 @@ class StreamedAnswer(TextAnswer):
         await self._send(send, f"data: {error}\n\ndata: [DONE]\n\n".encode(), last=True)
 
 # %% ../../nbs/7_serve/answers.ipynb #srv22msgb
+def named(send: Send, name: str) -> Send:
+    "`send`, which adds the id of request `name` to the headers."
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            own = b"request-id", f"req_{name}".encode()
+            message = {**message, "headers": [*message["headers"], own]}
+        await send(message)
+
+    return sent
+
+
 class MessageAnswer(TextAnswer):
     "The answer to a `MessageRequest`, whole."
 
     asked: MessageRequest
 
-    def named(self, send: Send) -> Send:
-        "`send`, which adds the id of the request to the headers."
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = b"request-id", f"req_{self.name}".encode()
-                message = {**message, "headers": [*message["headers"], own]}
-            await send(message)
-
-        return sent
-
     async def make(self, send: Send) -> dict[str, Any]:
         async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
             [out] = [o async for _, o in outputs]
         body = message_body(self.asked, out, self.name, self.model)
-        await json_response(body)(self.scope, UNREAD, self.named(send))
+        await json_response(body)(self.scope, UNREAD, named(send, self.name))
         return self.usage([out])
 
 
-class StreamedMessage(StreamedAnswer, MessageAnswer):
+class StreamedMessage(StreamedAnswer):
     "The answer to a `MessageRequest` in events."
 
+    asked: MessageRequest
+
     async def make(self, send: Send) -> dict[str, Any]:
-        return await super().make(self.named(send))
+        return await super().make(named(send, self.name))
 
     async def _parts(self, send: Send) -> dict[str, Any]:
         parts, out = MessageParts(self.asked, self.name, self.model), None
@@ -462,7 +555,7 @@ class PooledAnswer(Answer):
     "The answer to a `PoolingRequest`."
 
     async def make(self, send: Send) -> dict[str, Any]:
-        a, llm = self.asked, self.api.llm
+        a, llm = self.asked, self.llm
         async with contextlib.aclosing(llm.generate(a, priority=a.priority, grow=False)) as outputs:
             [out] = [self.checked(o) async for o in outputs]
         body = await asyncio.to_thread(pooling_body, a, out, self.name, self.model)

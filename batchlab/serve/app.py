@@ -5,22 +5,20 @@
 # %% ../../nbs/7_serve/49_server.ipynb #srv00005
 from __future__ import annotations
 
-import asyncio, contextlib, hashlib, hmac, logging, math, os, re, socket, sys, time
-from collections import deque
+import asyncio, contextlib, hashlib, hmac, logging, math, os, re, socket, time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from http import HTTPStatus
 from types import FrameType
 from typing import Any
 
-from .. import __version__
+from ..machine import version
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, JobError, PromptTooLongError
+from ..errors import JobError
 from ..llm.inputs import encode_text, prompt_ids_of
 from ..models.lengths import SHORT, check_length
 from ..api import LLM
-from ..tasks.lora import adapter_named, adapter_names, check_modules
+from ..tasks.lora import check_modules
 from ..llm.outputs import RequestOutput
 from .routes import batch_router
 from .batches import BatchRunner
@@ -28,15 +26,16 @@ from .responses import ResponseRunner, create_response, on_disk, request_for
 from .responses import response_router
 from .messages import MessageRequest, is_messages, model_info, model_page
 from .messages import parse_count, parse_messages
+from .answers import RETRY_AFTER, ServedModel, ServerLimits
 from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessage
 from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
 from .answers import context_error, json_response, logged, refuse, stopping
 from ..jobs.lines import json_object
-from ..jobs.schema import POOLING_URLS, ApiRequest, BadRequest, Talk, about, as_messages
+from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, about, as_messages
 from ..jobs.schema import parse_online
 from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
 from ..jobs.responses import read_response, renaming, roles_of
-from ..jobs.settings import B, Body, read
+from ..jobs.settings import B, BadRequest, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
 from ..jobs.runner import name_of
@@ -47,7 +46,7 @@ __all__ = ['create_app', 'listen', 'url_of', 'Server']
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv0005l
 try:
-    import h11, uvicorn
+    import uvicorn
     from fastapi import APIRouter, FastAPI, Request, Response
     from fastapi.exceptions import RequestValidationError
     from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -171,116 +170,132 @@ def parse_chat(body: dict[str, Any]) -> ApiRequest:
     asked.tools = tools
     return asked
 
-# %% ../../nbs/7_serve/49_server.ipynb #5bd08933
-class Turnover:
-    """How fast answers end, and so how long a client waits that finds no room. `clock`: seconds;
-    `last`: how many ends the rate is of. `pending`: answers under way."""
+# %% ../../nbs/7_serve/49_server.ipynb #4f07a954
+class Api:
+    """All endpoints of the model `served`, with those of the Messages API. `limits`: how much may
+    be under way; `keep_alive`: seconds after which a silent stream gets a comment; `responses`:
+    keeps responses, if there is a place for them. Methods are for the event loop, and raise
+    `BadRequest`."""
 
-    LEAST, MOST, SPREAD = 1, 60, 0.25
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, last: int = 64) -> None:
-        self.clock, self.pending, self.ended, self.refused = clock, 0, 0, 0
-        self.ends = deque([(0.0, 0)], last)  # in busy seconds, and how many had ended by then
-        self.busy, self.since = 0.0, 0.0  # busy seconds until `since`, from when all are
-        self.promised = 0.0  # when there is room for all that were told to come back
-
-    def busy_seconds(self) -> float:
-        "For how long answers have been under way."
-        return self.busy + (self.clock() - self.since if self.pending else 0)
-
-    def begin(self, n: int) -> int:
-        "Count `n` answers more as under way. Returns how many there are."
-        if not self.pending:
-            self.since = self.clock()
-        self.pending += n
-        return self.pending
-
-    def end(self, n: int) -> int:
-        "Count `n` answers as ended. Returns how many are left."
-        now, self.ended = self.busy_seconds(), self.ended + n
-        self.ends.append((now, self.ended))
-        self.pending -= n
-        if not self.pending:
-            self.busy = now
-        return self.pending
-
-    def retry_after(self, n: int = 1) -> int:
-        "Whole seconds until there should be room for `n` answers. That room is then theirs."
-        then, before = self.ends[0]
-        each = (self.busy_seconds() - then) / (self.ended - before + 1)
-        now, self.refused = self.clock(), self.refused + 1
-        self.promised = min(max(self.promised, now) + n * each, now + self.MOST)
-        more = 1 + self.SPREAD * (self.refused * 0.618 % 1)
-        wait = min(self.promised - now, self.MOST / (1 + self.SPREAD)) * more
-        return max(self.LEAST, math.ceil(wait))
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv00041
-class Admission:
-    """Which requests to `llm` are accepted, which is called `name` here, or one of `others`.
-    `max_pending`: choices that may be under way; `keep_alive`: seconds after which a silent stream
-    gets a comment. Methods are for the event loop, and raise `BadRequest`."""
-
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        name: str,
-        max_pending: int,
-        others: Iterable[str] = (),
-        keep_alive: float = 10.0,
-    ) -> None:
-        self.llm, self.name, self.names = llm, name, {name, *others}
-        self.max_pending, self.keep_alive = max_pending, keep_alive
-        self.metrics, self.since = Metrics(llm, name), int(time.time())
-        self.pending, self.turnover, self.draining = 0, Turnover(), False
+    def __init__(self, served: ServedModel, limits: ServerLimits, keep_alive: float = 10.0) -> None:
+        self.served, self.limits, self.keep_alive = served, limits, keep_alive
+        self.llm, self.metrics = served.llm, Metrics(served.llm, served.name)
+        self.responses: ResponseRunner | None = None
+        self.roles: Roles | None = None  # that the chat template takes, once it is asked
         self.tool_format: ToolFormat | None = _UNKNOWN  # until a request has tools
 
-    def adapter_of(self, model: Any) -> str | None:
-        """The name of the adapter that a request for `model` wants, or None: the model's own
-        names come first."""
-        return None if model in self.names else adapter_named(self.llm.llm.adapters, model)
+    def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
+        "`(method, path, what reads the body, what answers it or the request)` of all."
+        count = partial(parse_count, parse=parse_chat)
+        pools = [
+            ("POST", path, partial(parse_pooling, kind=kind), self.pool)
+            for path, kind in POOLING_URLS.items()
+        ]
+        return [
+            ("POST", "/v1/chat/completions", parse_chat, self.complete),
+            ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
+            ("POST", "/v1/responses", read_response, self.respond),
+            ("POST", "/v1/responses/input_tokens", read_response, self.input_tokens),
+            ("POST", "/v1/messages", partial(parse_messages, parse=parse_chat), self.message),
+            ("POST", "/v1/messages/count_tokens", count, self.count_tokens),
+            *pools,
+            ("POST", "/tokenize", partial(parse, model=TokenizeBody), self.tokenize),
+            ("POST", "/detokenize", partial(parse, model=DetokenizeBody), self.detokenize),
+            ("GET", "/tokenizer_info", None, self.tokenizer),
+            ("GET", "/v1/models", None, self.models),
+            ("GET", "/v1/models/{name:path}", None, self.model),
+            ("GET", "/health", None, self.health),
+            ("GET", "/version", None, self.version),
+            ("GET", "/metrics", None, self.figures),
+        ]
 
-    def check_model(self, model: Any) -> None:
-        if model is not None and model not in self.names and self.adapter_of(model) is None:
-            adapters = ", ".join(map(repr, adapter_names(self.llm.llm.adapters)))
-            has = f"{self.name!r}, and with adapters {adapters}" if adapters else f"{self.name!r}"
-            why = f"the model {model!r:.100} does not exist: this server has {has}"
-            raise BadRequest(why, "model_not_found", "model")
+    # Before a prompt is answered
+    async def ready(self, asked: ApiRequest) -> None:
+        """Check `asked` against the model, and make its roles and tools ready. Raises
+        `BadRequest`."""
+        self.served.check(asked.model)
+        self.served.check_length(asked)
+        if isinstance(asked, (MessageRequest, ResponseRequest)):
+            await self._fit(asked)
+        talk = asked.prompts[0]["messages"] if asked.chat else ()
+        if asked.tools or any("tool_calls" in m for m in talk):
+            await self.served.in_queuer(lambda: self._arm(asked))
 
-    def check_length(self, asked: ApiRequest) -> None:
-        "Raise `BadRequest` if `asked` wants longer answers than there can be."
-        n, most = asked.params.max_tokens, self.llm.llm.max_model_len
-        if n and most and n > most:
-            given = asked.asked.get("max_tokens") is not None
-            key = "max_tokens" if given else "max_completion_tokens"
-            why = f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt"
-            raise BadRequest(f"{why}: lower it, or leave it out", param=key)
+    async def _fit(self, asked: MessageRequest | ResponseRequest) -> None:
+        "Put what the chat template refuses elsewhere, in what runs and in what is kept to be run."
+        ask = lambda: roles_of(self.llm.llm.tokenizer)
+        self.roles = roles = self.roles or await self.served.in_queuer(ask)
+        bodies = [*asked.prompts, *([asked.body] if isinstance(asked, ResponseRequest) else [])]
+        for body in bodies:
+            body["messages"] = fit_roles(body["messages"], roles)
 
-    @contextlib.contextmanager
-    def place(self, asked: ApiRequest | PoolingRequest) -> Iterator[None]:
-        "Count the choices of `asked` as pending meanwhile. Raises `BadRequest` if there is no room."
-        n, most = asked.num_choices, self.max_pending
-        if self.draining:
+    def _arm(self, asked: ApiRequest) -> None:
+        """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
+        `BadRequest`."""
+        if self.tool_format is _UNKNOWN:
+            self.tool_format = format_of(self.llm.llm.tokenizer)
+        asked.tool_format, [prompt] = self.tool_format, asked.prompts
+        asked.prompts = [conversation_with(self.tool_format, asked.tools, prompt)]
+        if asked.tools:
+            asked.params = tool_params(asked.params, self.tool_format, asked.tools)
+
+    # Text
+    async def complete(self, asked: ApiRequest) -> Response:
+        "The chat and completions endpoints."
+        await self.ready(asked)
+        return (StreamedAnswer if asked.stream else TextAnswer)(self, asked)
+
+    async def respond(self, wanted: ResponseAsked) -> Response:
+        "The endpoint of responses."
+        asked, runner = await request_for(wanted, self.responses), self.responses
+        with renaming():
+            await self.ready(asked)
+        if wanted.own.background and runner:
+            return await self._queue(asked, runner)
+        return (StreamedResponse if asked.stream else WholeResponse)(self, asked)
+
+    async def _queue(self, asked: ResponseRequest, runner: ResponseRunner) -> Response:
+        "Let `asked` run in the background. Raises `BadRequest` if there is no room for it."
+        if self.limits.draining:
             raise stopping()
-        if n > most:
-            why = f"{n:,} answers in one request, and this server takes {most:,} at once"
-            many = isinstance(asked, ApiRequest) and asked.params.n > 1
-            raise BadRequest(f"{why}: ask for fewer", param="n" if many else asked.key)
-        if self.pending + n > most:
-            why = f"{self.pending:,} requests are under way, and this server takes {most:,}"
-            later = self.turnover.retry_after(n)
-            raise BadRequest(f"{why}: ask again later", "rate_limit_exceeded", None, later)
-        self.pending = self.turnover.begin(n)
-        try:
-            yield
-        finally:
-            self.pending = self.turnover.end(n)
+        model, most = self.served.adapter_of(asked.model) or self.served.name, self.limits.most
+        return json_response(
+            await on_disk(lambda: create_response(runner, asked, model, most=most))
+        )
 
-# %% ../../nbs/7_serve/49_server.ipynb #srv041t1
-class TokenRoutes(Admission):
-    "The endpoints for the tokens of a text, and for what a client has to know of the tokenizer."
+    async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
+        "How many tokens the prompt of a response has."
+        asked = await request_for(wanted, self.responses)
+        with renaming():
+            await self.ready(asked)
+        return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
 
+    async def prompt_tokens(self, asked: ApiRequest) -> int:
+        "How many tokens the conversation of `asked` has, with its tools."
+        llm, [talk] = self.llm.llm, asked.prompts
+        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True, llm.max_model_len)[1]
+        return len(await self.served.in_queuer(work, talk, asked.key))
+
+    async def message(self, asked: MessageRequest) -> Response:
+        "The endpoint of messages."
+        await self.ready(asked)
+        return (StreamedMessage if asked.stream else MessageAnswer)(self, asked)
+
+    async def count_tokens(self, asked: MessageRequest) -> dict[str, Any]:
+        "How many tokens the prompt of a message has."
+        await self.ready(asked)
+        return dict(input_tokens=await self.prompt_tokens(asked))
+
+    # Vectors
+    async def pool(self, asked: PoolingRequest) -> Response:
+        "The endpoints for vectors, scores and classes."
+        asked.adapter = self.served.adapter_of(asked.model)
+        self.served.check(asked.model)
+        return PooledAnswer(self, asked)
+
+    # Tokens
     async def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
-        self.check_model(asked.model)
+        self.served.check(asked.model)
         llm, prompt, special = self.llm.llm, asked.prompt, asked.add_special_tokens
         if (prompt is None) == (asked.messages is None):
             raise BadRequest("expected one of prompt and messages", param="prompt")
@@ -303,32 +318,20 @@ class TokenRoutes(Admission):
             return encode_text(llm.tokenizer, prompt, special is not False)
 
         key = "messages" if prompt is None else "prompt"
-        ids = await self._in_queuer(work, getattr(asked, key), key)
+        ids = await self.served.in_queuer(work, getattr(asked, key), key)
         found: dict[str, Any] = dict(count=len(ids), max_model_len=llm.max_model_len, tokens=ids)
         if asked.return_token_strs:
             found["token_strs"] = llm.get_tokenizer().convert_ids_to_tokens(ids)
         return found
 
     async def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
-        self.check_model(asked.model)
+        self.served.check(asked.model)
         ids, most, llm = asked.tokens, self.llm.llm.loaded.vocab_size, self.llm.llm
         if llm.max_model_len and len(ids) > llm.max_model_len:
             raise context_error(f"{len(ids):,} tokens: send fewer", llm.max_model_len, "tokens")
         if not all(type(i) is int and 0 <= i < most for i in ids):
             raise BadRequest(f"tokens must be token ids from 0 to {most - 1:,}", param="tokens")
-        return dict(prompt=await self._in_queuer(lambda: self.decode(ids)))
-
-    async def _in_queuer(
-        self, work: Callable[[], Any], prompt: Any = None, key: str | None = None
-    ) -> Any:
-        """What `work` gives in the thread that tokenises `prompt`, which `key` of the body has.
-        Raises `BadRequest`."""
-        try:
-            return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
-        except PromptTooLongError as e:
-            raise context_error(str(e), self.llm.llm.max_model_len, key) from None
-        except BatchlabError as e:
-            raise BadRequest(str(e), param=key) from None
+        return dict(prompt=await self.served.in_queuer(lambda: self.served.decode(ids)))
 
     async def tokenizer(self, request: Request) -> dict[str, Any]:
         """What a client needs to know of the tokenizer beside /tokenize: its special tokens, and
@@ -341,39 +344,23 @@ class TokenRoutes(Admission):
             **{f"{k}_token": str(v) for k, v in special.items() if v is not None},
         )
 
-    def decode(self, ids: list[int]) -> str:
-        tok: Any = self.llm.llm.tokenizer
-        return tok.decode(ids, clean_up_tokenization_spaces=False) if tok else ""
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv041a1
-class AboutRoutes(TokenRoutes):
-    "The endpoints that say something of the server."
-
-    def card(self, name: str) -> dict[str, Any]:
-        "The model, or an adapter of it, as the API lists models."
-        return dict(
-            id=name,
-            object="model",
-            created=self.since,
-            owned_by="batchlab",
-            root=name,
-            parent=None if name == self.name else self.name,
-            max_model_len=self.llm.llm.max_model_len,
-        )
-
+    # About the server
     async def models(self, request: Request) -> dict[str, Any]:
-        cards = [self.card(name) for name in (self.name, *adapter_names(self.llm.llm.adapters))]
+        cards = self.served.cards()
+        if "anthropic-version" in request.headers:
+            return model_page(cards)
         return dict(object="list", data=cards)
 
     async def model(self, request: Request) -> dict[str, Any]:
-        self.check_model(name := request.path_params["name"])
-        return self.card(self.adapter_of(name) or self.name)
+        self.served.check(name := request.path_params["name"])
+        card = self.served.card(self.served.adapter_of(name) or self.served.name)
+        return model_info(card) if "anthropic-version" in request.headers else card
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=503 if self.draining else 200)
+        return Response(status_code=503 if self.limits.draining else 200)
 
     async def version(self, request: Request) -> dict[str, Any]:
-        return dict(version=__version__)
+        return dict(version=version())
 
     def count(self, o: RequestOutput) -> None:
         "Count `o`, the last output of a request that was answered."
@@ -381,141 +368,6 @@ class AboutRoutes(TokenRoutes):
 
     async def figures(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv041x1
-class ChatRoutes(AboutRoutes):
-    "The endpoints for text. `responses`: keeps responses, if there is a place for them."
-
-    responses: ResponseRunner | None = None
-    roles: Roles | None = None  # that the chat template takes, once it is asked
-
-    async def ready(self, asked: ApiRequest) -> None:
-        """Check `asked` against the model, and make its roles and tools ready. Raises
-        `BadRequest`."""
-        self.check_model(asked.model)
-        self.check_length(asked)
-        if isinstance(asked, (MessageRequest, ResponseRequest)):
-            await self._fit(asked)
-        talk = asked.prompts[0]["messages"] if asked.chat else ()
-        if asked.tools or any("tool_calls" in m for m in talk):
-            await self._in_queuer(lambda: self._arm(asked))
-
-    async def _fit(self, asked: MessageRequest | ResponseRequest) -> None:
-        "Put what the chat template refuses elsewhere, in what runs and in what is kept to be run."
-        ask = lambda: roles_of(self.llm.llm.tokenizer)
-        self.roles = roles = self.roles or await self._in_queuer(ask)
-        bodies = [*asked.prompts, *([asked.body] if isinstance(asked, ResponseRequest) else [])]
-        for body in bodies:
-            body["messages"] = fit_roles(body["messages"], roles)
-
-    async def complete(self, asked: ApiRequest) -> Response:
-        "The chat and completions endpoints."
-        await self.ready(asked)
-        return (StreamedAnswer if asked.stream else TextAnswer)(self, asked)
-
-    async def respond(self, wanted: ResponseAsked) -> Response:
-        "The endpoint of responses."
-        asked, runner = await request_for(wanted, self.responses), self.responses
-        with renaming():
-            await self.ready(asked)
-        if wanted.own.background and runner:
-            return await self._queue(asked, runner)
-        return (StreamedResponse if asked.stream else WholeResponse)(self, asked)
-
-    async def _queue(self, asked: ResponseRequest, runner: ResponseRunner) -> Response:
-        "Let `asked` run in the background. Raises `BadRequest` if there is no room for it."
-        if self.draining:
-            raise stopping()
-        model, most = self.adapter_of(asked.model) or self.name, self.max_pending
-        return json_response(
-            await on_disk(lambda: create_response(runner, asked, model, most=most))
-        )
-
-    async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
-        "How many tokens the prompt of a response has."
-        asked = await request_for(wanted, self.responses)
-        with renaming():
-            await self.ready(asked)
-        return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
-
-    async def prompt_tokens(self, asked: ApiRequest) -> int:
-        "How many tokens the conversation of `asked` has, with its tools."
-        llm, [talk] = self.llm.llm, asked.prompts
-        work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True, llm.max_model_len)[1]
-        return len(await self._in_queuer(work, talk, asked.key))
-
-    def _arm(self, asked: ApiRequest) -> None:
-        """Put the tools of `asked` into its prompt, and hold its answer to their calls. Raises
-        `BadRequest`."""
-        if self.tool_format is _UNKNOWN:
-            self.tool_format = format_of(self.llm.llm.tokenizer)
-        asked.tool_format, [prompt] = self.tool_format, asked.prompts
-        asked.prompts = [conversation_with(self.tool_format, asked.tools, prompt)]
-        if asked.tools:
-            asked.params = tool_params(asked.params, self.tool_format, asked.tools)
-
-# %% ../../nbs/7_serve/49_server.ipynb #4f07a954
-class Api(ChatRoutes):
-    "All endpoints of a model."
-
-    def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
-        "`(method, path, what reads the body, what answers it or the request)` of all."
-        pools = [
-            ("POST", path, partial(parse_pooling, kind=kind), self.pool)
-            for path, kind in POOLING_URLS.items()
-        ]
-        return [
-            ("POST", "/v1/chat/completions", parse_chat, self.complete),
-            ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
-            ("POST", "/v1/responses", read_response, self.respond),
-            ("POST", "/v1/responses/input_tokens", read_response, self.input_tokens),
-            *pools,
-            ("POST", "/tokenize", partial(parse, model=TokenizeBody), self.tokenize),
-            ("POST", "/detokenize", partial(parse, model=DetokenizeBody), self.detokenize),
-            ("GET", "/tokenizer_info", None, self.tokenizer),
-            ("GET", "/v1/models", None, self.models),
-            ("GET", "/v1/models/{name:path}", None, self.model),
-            ("GET", "/health", None, self.health),
-            ("GET", "/version", None, self.version),
-            ("GET", "/metrics", None, self.figures),
-        ]
-
-    async def pool(self, asked: PoolingRequest) -> Response:
-        "The endpoints for vectors, scores and classes."
-        asked.adapter = self.adapter_of(asked.model)
-        self.check_model(asked.model)
-        return PooledAnswer(self, asked)
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv41msgs
-class EveryApi(Api):
-    "All endpoints of a model, with those of the Messages API."
-
-    def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
-        message = partial(parse_messages, parse=parse_chat)
-        count = partial(parse_count, parse=parse_chat)
-        return [
-            *super().routes(),
-            ("POST", "/v1/messages", message, self.message),
-            ("POST", "/v1/messages/count_tokens", count, self.count_tokens),
-        ]
-
-    async def message(self, asked: MessageRequest) -> Response:
-        "The endpoint of messages."
-        await self.ready(asked)
-        return (StreamedMessage if asked.stream else MessageAnswer)(self, asked)
-
-    async def count_tokens(self, asked: MessageRequest) -> dict[str, Any]:
-        "How many tokens the prompt of a message has."
-        await self.ready(asked)
-        return dict(input_tokens=await self.prompt_tokens(asked))
-
-    async def models(self, request: Request) -> dict[str, Any]:
-        page = await super().models(request)
-        return model_page(page["data"]) if "anthropic-version" in request.headers else page
-
-    async def model(self, request: Request) -> dict[str, Any]:
-        card = await super().model(request)
-        return model_info(card) if "anthropic-version" in request.headers else card
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051
 PATIENCE = 30.0  # seconds for a client to send what it has begun
@@ -817,8 +669,9 @@ def _guard(
 
 def store_routers(api: Api, batches: BatchRunner, max_upload: int) -> list[APIRouter]:
     "The endpoints for what is in the store of `batches`. Responses are kept there too."
-    batches.others = api.names
-    api.responses = ResponseRunner(batches.store, api.llm.llm, api.name, api.names)
+    served = api.served
+    batches.others = served.names
+    api.responses = ResponseRunner(batches.store, api.llm.llm, served.name, served.names)
     own = batch_router(batches.store, batches, max_upload)
     return [own, response_router(api.responses)]
 
@@ -857,12 +710,13 @@ def create_app(
     `AdapterError` for one of them that can't be loaded, and `ParamError` for one that is called
     as the model is."""
     llm = llm if isinstance(llm, AsyncLLM) else AsyncLLM(llm, max_pending=max_pending or 1024)
-    name, max_pending = name or name_of(llm.llm.model), max_pending or llm.max_pending
-    api = EveryApi(llm, name, max_pending, others, keep_alive)
-    check_modules(llm.llm.adapters, api.names)
+    name = name or name_of(llm.llm.model)
+    served = ServedModel(llm, name, others)
+    check_modules(llm.llm.adapters, served.names)
+    api = Api(served, ServerLimits(max_pending or llm.max_pending), keep_alive)
     app = FastAPI(
         title="batchlab",
-        version=__version__,
+        version=version(),
         openapi_url=None,
         lifespan=partial(_lifespan, api, batches),
         redirect_slashes=False,
@@ -905,42 +759,25 @@ def room_for() -> int:
     return max(1, (most - len(os.listdir("/dev/fd")) - SPARE) * 3 // 4)
 
 
-async def crowded(api: Api, scope: Scope, receive: Receive, send: Send) -> None:
-    "An ASGI application, but for `api`, that answers where there is no room for the connection."
+async def crowded(scope: Scope, receive: Receive, send: Send) -> None:
+    "An ASGI application that answers where there is no room for the connection."
     why = "the server has as many connections as it can hold: try again later"
-    e = BadRequest(why, "unavailable", None, api.turnover.retry_after())
+    e = BadRequest(why, "unavailable", None, RETRY_AFTER)
     await error_response(e, True, scope["path"])(scope, receive, send)
 
-# %% ../../nbs/7_serve/49_server.ipynb #srv00073-1
-def not_http(error: BaseException | None, first: bytes, rest: bytes) -> BadRequest:
-    """What is wrong with bytes, `first` those of the connection, that h11 refuses with `error`;
-    `rest`: what it has not read."""
-    if first[:2] == b"\x16\x03":
-        return BadRequest(
-            "this port speaks plain HTTP, and this is TLS: use http:// in place of https://"
-        )
-    if getattr(error, "error_status_hint", 0) != 431:
-        return BadRequest(f"this is not HTTP as it should be: {error}")
-    if b"\n" in rest:
-        return BadRequest("the headers are too long: send less than 64 KiB", "headers_too_large")
-    return BadRequest(
-        "the URL is too long: send less than 64 KiB, and data in the body", "uri_too_long"
-    )
-
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073-2
-class TimedConnection(H11Protocol):
-    """uvicorn's connection, which may not stand still, and says what is wrong with the API's
-    error object. uvicorn's `limit_concurrency` is how many there may be."""
+class Connection(H11Protocol):
+    """uvicorn's connection, which may not stand still. uvicorn's `limit_concurrency` is how many
+    there may be."""
 
     STUCK = 4  # times the patience for a client that does not read
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.seen, self.since, self.first = None, 0.0, b""  # the first bytes that came
+        self.seen, self.since = None, 0.0
         most, self.limit_concurrency = self.limit_concurrency, None
-        served: Any = self.config.app
         if most and len(self.connections) > most:
-            self.app = partial(crowded, served.state.api)
+            self.app = crowded
         if most and len(self.connections) > most + most // 8 + 1:
             transport.abort()
 
@@ -953,66 +790,7 @@ class TimedConnection(H11Protocol):
         if seen != self.seen:
             self.seen, self.since = seen, now
         elif seen and now - self.since >= patience * (self.STUCK if unread else 1):
-            if unread:
-                self.transport.abort()
-            elif self.conn.trailing_data[0]:
-                self.refuse(BadRequest("the head of the request comes too slowly", "timeout"))
-            else:
-                self.transport.close()
-
-    def data_received(self, data: bytes) -> None:
-        self.first = self.first or bytes(data[:3])
-        super().data_received(data)
-
-    def send_400_response(self, msg: str) -> None:
-        self.refuse(not_http(sys.exc_info()[1], self.first, self.conn.trailing_data[0]))
-
-    def refuse(self, e: BadRequest) -> None:
-        "Answer with `e`, unless an answer has begun, and close."
-        if self.cycle:
-            self.cycle.disconnected = True  # what comes of it is not sent any more
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            response = error_response(e, close=True)
-            status = HTTPStatus(response.status_code)
-            head = h11.Response(
-                status_code=status, headers=response.raw_headers, reason=status.phrase.encode()
-            )
-            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-# %% ../../nbs/7_serve/49_server.ipynb #srv0073c
-class Connection(TimedConnection):
-    "One whose client may send no more and still read."
-
-    ended = False  # whether the client sends no more
-
-    def eof_received(self) -> bool | None:  # pyright: ignore[reportIncompatibleMethodOverride]    as asyncio has it
-        """The client sends no more. It may have left, or have closed its own direction alone,
-        and then it gets its answer: which of the two, only sending tells, and HTTP/1.1 has a
-        message for it before an answer begins. Later, who sends no more has left."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_started or cycle.more_body:
-            return None
-        if self.scope["http_version"] != "1.1":
-            return None
-        self.ended = True
-        self.probe(0.02)
-        return True  # stay open
-
-    def probe(self, wait: float) -> None:
-        """Tell the client that its request is worked on, until the answer begins: to one that
-        has left, this ends the connection."""
-        if not self.transport.is_closing() and not self.cycle.response_started:
-            event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
-            self.transport.write(self.conn.send(event) or b"")
-            self.loop.call_later(wait, self.probe, min(1.0, 5 * wait))
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.ended and self.cycle.response_complete:
-            self.transport.close()
+            self.transport.abort()
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00061
 def listen(host: str, port: int) -> socket.socket:
@@ -1092,14 +870,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let what is under way end, but for the lines of batches, which stop now; what has not
         ended `drain` seconds later is told so. Who asks meanwhile hears that the server stops."""
-        self.api.draining = True
-        left = f": {self.api.pending:,} answers under way have {self.drain:g} s to end"
-        self.say(f"stopping{left if self.api.pending else ''}")
+        self.api.limits.draining = True
+        left = f": {self.api.limits.pending:,} answers under way have {self.drain:g} s to end"
+        self.say(f"stopping{left if self.api.limits.pending else ''}")
         runners = [r for r in (self.batches, self.api.responses) if r]
         stopped = asyncio.gather(*(asyncio.to_thread(r.stop) for r in runners))
         timer = asyncio.get_running_loop().call_later(self.drain, self.end_all)
         try:
-            while self.api.pending and not self.force_exit:
+            while self.api.limits.pending and not self.force_exit:
                 await asyncio.sleep(0.05)
             await super().shutdown(sockets)  # which listens no more
         finally:

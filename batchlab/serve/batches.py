@@ -21,7 +21,8 @@ from ..jobs.formats import Raw
 from ..jobs.job import Job, LocalRun, Run, in_good_order
 from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
 from ..jobs.lines import JobLine, ParamsCache, failure_of, json_object
-from ..jobs.schema import URLS, BadRequest, about, endpoint_of, tokens_used
+from ..jobs.schema import URLS, about, endpoint_of, tokens_used
+from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, read
 from ..jobs.runner import Admitted, LineRunner, ModelNames, name_of
 

@@ -17,7 +17,8 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ..errors import ParamError
-from ..jobs.schema import MESSAGE, STATUS, ApiRequest, BadRequest, about
+from ..jobs.schema import MESSAGE, STATUS, ApiRequest, about
+from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, Whole, read, take
 from ..jobs.tools import ToolParser
 from ..llm.outputs import RequestOutput

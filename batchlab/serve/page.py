@@ -11,9 +11,9 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .. import __version__
+from ..machine import version
 from ..errors import JobError
-from ..jobs.schema import BadRequest
+from ..jobs.settings import BadRequest
 from ..view.trace import TICK, Live
 from ..view.viewer import POLICY, letters, page_html
 
@@ -69,10 +69,10 @@ def facts_of(api: Any) -> dict[str, Any]:
     "What the server itself knows: `api` is that of `create_app`."
     answers = list(api.llm.answers.values())
     return dict(
-        model=api.name,
-        version=__version__,
-        pending=api.pending,
-        most=api.max_pending,
+        model=api.served.name,
+        version=version(),
+        pending=api.limits.pending,
+        most=api.limits.most,
         streams=sum(a.grow for a in answers),
     )
 
@@ -89,7 +89,7 @@ def steps_of(live: Live, first: int, end: int) -> list[tuple[str, int, int]]:
 async def feed(live: Live, api: Any, more: dict[str, Any]) -> AsyncGenerator[bytes]:
     "States as server-sent events, until the server stops."
     seen, before, sent = 0, None, 0.0
-    while not api.draining:
+    while not api.limits.draining:
         if (shot := live.look()) is not None:
             now = shot | facts_of(api) | more
             same = {k: v for k, v in now.items() if k != "t"}

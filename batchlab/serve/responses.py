@@ -17,7 +17,7 @@ from ..jobs.progress import JobResult
 from ..jobs.responses import ResponseAsked, ResponseParts, ResponseRequest
 from ..jobs.responses import request_of, response_head, response_of
 from ..jobs.runner import Admitted, LineRunner, ModelNames
-from ..jobs.schema import BadRequest
+from ..jobs.settings import BadRequest
 from ..llm.outputs import RequestOutput
 from .batches import PRIORITY, BatchStore, LiveLines, disk_error
 from .routes import answered, page_asked

@@ -10,7 +10,7 @@ __all__ = ['batch_router']
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a5
 import inspect, json, os, sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from batchlab.serve.batches import (
     BatchRunner,
     BatchStore,
     Expiry,
-    NewFile,
+    create_file,
     disk_error,
     get_batch,
     get_file,
@@ -31,15 +31,17 @@ from batchlab.serve.batches import (
     sweep_files,
 )
 from ..jobs.lines import json_object
-from ..jobs.schema import BadRequest, about, error_body
+from ..jobs.schema import about, error_body
+from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, read
 
 try:
     from fastapi import APIRouter, Request
     from fastapi.concurrency import run_in_threadpool
     from fastapi.responses import JSONResponse, Response, StreamingResponse
-    from python_multipart.exceptions import FormParserError
-    from python_multipart.multipart import MultipartParser, parse_options_header
+    from python_multipart.multipart import parse_options_header
+    from starlette.datastructures import FormData, UploadFile
+    from starlette.formparsers import MultiPartException, MultiPartParser
     from starlette.requests import ClientDisconnect
 except ImportError as e:
     raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
@@ -63,78 +65,6 @@ def fields_of(form: dict[str, str]) -> Fields:
     given = dict(purpose=form.get("purpose"), expires_after=expiry)
     with about(given):
         return read(Fields, given)
-
-# %% ../../nbs/7_serve/routes.ipynb #deb01c03
-def calls_of(upload: Upload) -> Any:
-    "What the parser of a form calls while `upload` feeds it."
-    return dict(
-        on_part_begin=upload._part_begin,
-        on_part_data=upload._part_data,
-        on_header_field=partial(upload._header, 0),
-        on_header_value=partial(upload._header, 1),
-        on_header_end=upload._header_end,
-        on_end=lambda: setattr(upload, "whole", True),
-    )
-
-# %% ../../nbs/7_serve/routes.ipynb #b25453a6-1
-class Upload:
-    """A form with a file, of a request with header `content_type`, that comes in chunks. The
-    file, of at most `most` bytes, goes to `new`."""
-
-    def __init__(self, new: NewFile, content_type: str, most: int) -> None:
-        self.new, self.most = new, most
-        self.fields: dict[str, bytes] = {}  # of the form, and the name of the file
-        self.name, self.header, self.whole = "", [b"", b""], False
-        kind, options = parse_options_header(content_type)
-        if kind != b"multipart/form-data" or not options.get(b"boundary"):
-            raise BadRequest(
-                "expected a form (multipart/form-data) with the fields file and purpose"
-            )
-        self.parser = MultipartParser(options[b"boundary"], calls_of(self))
-
-    def _part_begin(self) -> None:
-        self.name, self.header = "", [b"", b""]
-
-    def _header(self, part: int, data: bytes, start: int, end: int) -> None:
-        self.header[part] += data[start:end]
-
-    def _header_end(self) -> None:
-        (key, value), self.header = self.header, [b"", b""]
-        if key.lower() != b"content-disposition":
-            return
-        options = parse_options_header(value)[1]
-        self.name = options.get(b"name", b"").decode(errors="replace")
-        if self.name in self.fields:
-            raise BadRequest(f"the field {self.name!r:.40} comes twice", param=self.name[:40])
-        self.fields[self.name] = options.get(b"filename", b"") if self.name == "file" else b""
-
-    def _part_data(self, data: bytes, start: int, end: int) -> None:
-        if self.name == "file":
-            if self.new.size + end - start > self.most:
-                raise too_large(self.most)
-            self.new.write(data[start:end])
-        elif self.name:
-            self.fields[self.name] += data[start:end]
-            if len(self.fields[self.name]) > 4096:
-                raise BadRequest(f"the field {self.name!r:.40} is too long", param=self.name[:40])
-
-    def feed(self, chunk: bytes) -> None:
-        "Take the next bytes. Raises `BadRequest`, `OSError`."
-        try:
-            self.parser.write(chunk)
-        except FormParserError as e:
-            raise BadRequest(f"the form can not be read ({e})") from None
-
-    def finish(self) -> dict[str, Any]:
-        "All has come: the file object. Raises `BadRequest`, `OSError`."
-        if not self.whole:
-            raise BadRequest("the form breaks off: send all of it")
-        text = {k: v.decode(errors="replace") for k, v in self.fields.items()}
-        if "file" not in text:
-            raise BadRequest("the form has no file", param="file")
-        asked = fields_of(text)
-        expires = asked.expires_after and asked.expires_after.seconds
-        return self.new.keep(text["file"] or "upload", asked.purpose, expires)
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31
 def page_asked(query: Any, most: int, default: int) -> dict[str, Any]:
@@ -172,20 +102,56 @@ async def drain(request: Request, most: int = 2**26) -> None:
                 return
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31-1
+async def limited(chunks: AsyncIterator[bytes], most: int) -> AsyncGenerator[bytes]:
+    "`chunks`, of at most `most` bytes with the form around the file. Raises `BadRequest`."
+    left = most + 2**20
+    async for chunk in chunks:
+        if (left := left - len(chunk)) < 0:
+            raise too_large(most)
+        yield chunk
+
+
+async def form_of(request: Request, most: int) -> FormData:
+    "The form that `request` brings, with a file of at most `most` bytes. Raises `BadRequest`."
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise BadRequest("expected a form (multipart/form-data) with the fields file and purpose")
+    chunks = limited(request.stream(), most)
+    try:
+        form = await MultiPartParser(
+            request.headers, chunks, max_files=1, max_fields=16, max_part_size=4096
+        ).parse()
+    except MultiPartException as e:
+        raise BadRequest(f"the form can not be read ({e.message})") from None
+    for name in form:
+        if len(form.getlist(name)) > 1:
+            raise BadRequest(f"the field {name!r:.40} comes twice", param=name[:40])
+    return form
+
+
 async def upload(store: BatchStore, most: int, request: Request) -> dict[str, Any]:
     "Take an upload of at most `most` bytes: the file object. Raises `BadRequest`, `OSError`."
-    with await run_in_threadpool(NewFile, store) as new:
-        try:
-            size = request.headers.get("content-length", "0")
-            form = Upload(new, request.headers.get("content-type", ""), most)
-            if size.isdecimal() and int(size[:15]) > most + 2**20:
-                raise too_large(most)
-            async for chunk in request.stream():
-                await run_in_threadpool(form.feed, chunk)
-            return await run_in_threadpool(form.finish)
-        except (BadRequest, OSError):
-            await drain(request)
-            raise
+    try:
+        size = request.headers.get("content-length", "0")
+        if size.isdecimal() and int(size[:15]) > most + 2**20:
+            raise too_large(most)
+        form = await form_of(request, most)
+    except (BadRequest, OSError):
+        await drain(request)
+        raise
+    try:
+        if not isinstance(file := form.get("file"), UploadFile):
+            raise BadRequest("the form has no file", param="file")
+        if (file.size or 0) > most:
+            raise too_large(most)
+        asked = fields_of({k: v for k, v in form.items() if isinstance(v, str)})
+        expires = asked.expires_after and asked.expires_after.seconds
+        parts = iter(lambda: file.file.read(2**18), b"")
+        return await run_in_threadpool(
+            create_file, store, file.filename or "upload", parts, asked.purpose, expires
+        )
+    finally:
+        await form.close()
 
 
 def content_of(store: BatchStore, id: str) -> Response:

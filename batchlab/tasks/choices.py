@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from tqdm.auto import tqdm
 
 from ..core.blocks import common_length
 from ..errors import AdapterError, ModelError, ParamError, PromptError
@@ -34,15 +32,15 @@ from ..llm.answers import finished
 from .admit import AdaptedAnswers
 from ..llm.loaded import LoadedModel
 from ..models.lengths import check_length
-from .lora import Adapter, AdapterChoices, LoRARequest, adapters_for
+from .lora import AdapterChoices, LoRARequest, adapters_for
 from ..models import start_token_id
-from ..llm.outputs import Outputs
+from ..llm.outputs import Outputs, RequestOutput
 from ..core.params import SamplingParams
-from ..llm.shown import shows_bar
+from ..llm.shown import CallBar
 
 # %% auto #0
-__all__ = ['split_choices', 'encode_choices', 'Question', 'log_sum', 'ask', 'ChoiceLogprobs', 'ChoiceScores', 'answer',
-           'check_choices', 'choices_for', 'choose']
+__all__ = ['split_choices', 'encode_choices', 'requests_for', 'asking', 'ChoiceScores', 'take', 'check_choices', 'choices_for',
+           'choose']
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433000e
 def split_choices(
@@ -98,97 +96,42 @@ def encode_choices(
         raise PromptError(str(e)) from None  # other prompts need no such token
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330015
-@dataclass
-class Question:
-    """A prompt with its choices, `keys` (texts, or tuples of ids), on the way: what their tokens
-    are, and what was found out about them.
-
-    `shared`: the tokens in front of all choices; `tails`: what each has after them. `end_ids`:
-    the tokens of which one has to follow a choice, if its end counts. `adapter`: the one that is
-    asked. `found`: for each of `asks` `(log probabilities of its tokens from the second on, {id:
-    log probability} after it)`."""
-
-    keys: list[Any]
-    shared: list[int] = field(default_factory=list)
-    tails: list[list[int]] = field(default_factory=list)
-    end_ids: Sequence[int] = ()
-    adapter: Adapter | None = None
-    error: str | None = None
-    found: dict[tuple[int, ...], tuple[list[float], dict[int, float]]] = field(default_factory=dict)
-
-    def asks(self) -> dict[tuple[int, ...], list[int]]:
-        """The requests to be made: `{tokens after shared: ids asked about after them}`, the
-        first of them without any tokens."""
-        asked: dict[tuple[int, ...], dict[int, None]] = (
-            {(): dict.fromkeys(t[0] for t in self.tails)} if self.tails else {}
-        )
-        for t in self.tails:
-            if len(t) > 1:
-                asked.setdefault(tuple(t[:-1]), {})[t[-1]] = None
-            if self.end_ids:
-                asked.setdefault(tuple(t), {}).update(dict.fromkeys(self.end_ids))
-        return {tail: list(ids) for tail, ids in asked.items()}
-
-    def logprobs(self, tail: list[int]) -> list[float]:
-        "The log probability of each token of `tail`, and of its end."
-        told = [self.found[()][1][tail[0]]]
-        if len(tail) > 1:
-            inner, after = self.found[tuple(tail[:-1])]
-            told += [*inner, after[tail[-1]]]
-        if self.end_ids:
-            told.append(log_sum([self.found[tuple(tail)][1][i] for i in self.end_ids]))
-        return told
+def requests_for(tails: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
+    """The requests that score `tails`, which stand after the same tokens: `{tokens after those:
+    ids asked about behind them}`."""
+    asked = dict[tuple[int, ...], list[int]]()
+    for tail in tails:
+        asked.setdefault(tuple(tail[:-1]), []).append(tail[-1])
+    return asked
 
 
-def log_sum(xs: Sequence[float]) -> float:
-    "The logarithm of the sum of exp(x) for `xs`."
-    most = max(xs)
-    return most if math.isinf(most) else most + math.log(sum(math.exp(x - most) for x in xs))
-
-# %% ../../nbs/5_tasks/33_choices.ipynb #c433001a
-def _asking(ids: Sequence[int], start: int | None = None) -> SamplingParams:
-    """Settings of a request that asks about `ids` after its prompt, and about the prompt's own
-    tokens after position `start`."""
-    inner: Any = {} if start is None else dict(prompt_logprobs=0, prompt_logprob_start=start)
+def asking(start: int, ids: Sequence[int]) -> SamplingParams:
+    """Settings of a request that asks about the tokens of its prompt from index `start` on, and
+    about `ids` after it. Its log probabilities are raw: nothing changes them."""
     return SamplingParams(
         temperature=0,
         max_tokens=1,
         detokenize=False,
         logprob_token_ids=ids,
         logprobs_mode="raw_logprobs",
-        **inner,
+        prompt_logprobs=0,
+        prompt_logprob_start=start - 1,
     )
-
-
-def ask(llm: AdaptedAnswers, questions: Sequence[Question]) -> None:
-    "Find out what `questions` ask, all in one call, of which nothing is logged."
-    asked = [(q, tail, ids) for q in questions for tail, ids in q.asks().items()]
-    params = [_asking(ids, len(q.shared) if tail else None) for q, tail, ids in asked]
-    ids_each = [[*q.shared, *tail] for q, tail, _ in asked]
-    adapters = [q.adapter for q, *_ in asked]
-    read = read_prompts(ids_each, False, params, lora_request=adapters)
-    for i, out in finished(llm.events(read, longest_first=True)):
-        q, tail, ids = asked[i]
-        if out.error:
-            q.error = q.error or out.error
-        else:
-            inner, after = (
-                (out.prompt_logprobs or [])[len(q.shared) + 1 :],
-                (out.outputs[0].logprobs or [{}])[0],
-            )
-            q.found[tail] = (
-                [d[i].logprob for d, i in zip(inner, tail[1:])],
-                {i: after[i].logprob for i in ids},
-            )
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433001e
 @dataclass(repr=False)
-class ChoiceLogprobs:
-    "The log probabilities of choices after one prompt, and what follows from them."
+class ChoiceScores:
+    """How likely each choice is after one prompt. What is said of all choices is a dict by
+    choice, in the order given.
+
+    `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them);
+    `token_logprobs`: the log probability of each of them after `prompt_token_ids` and those
+    before it, natural logarithms. `error`: why nothing is known; then the dicts are empty.
+    `lora_request`: the adapter that was asked."""
 
     prompt_token_ids: list[int]
-    token_ids: dict[Any, list[int]]
-    token_logprobs: dict[Any, list[float]]
+    token_ids: dict[Any, list[int]] = field(default_factory=dict)
+    token_logprobs: dict[Any, list[float]] = field(default_factory=dict)
     error: str | None = None
     lora_request: LoRARequest | None = None
 
@@ -201,8 +144,9 @@ class ChoiceLogprobs:
     def probabilities(self) -> dict[Any, float]:
         "The share of each choice in the probability of all choices; they sum to 1."
         logprobs = self.logprobs
-        total = log_sum([*logprobs.values()]) if logprobs else 0.0
-        return {c: math.exp(l - total) for c, l in logprobs.items()}
+        most = max(logprobs.values(), default=0.0)
+        total = sum(math.exp(l - most) for l in logprobs.values())
+        return {c: math.exp(l - most) / total for c, l in logprobs.items()}
 
     @property
     def per_token(self) -> dict[Any, float]:
@@ -224,16 +168,7 @@ class ChoiceLogprobs:
         logprobs = self.logprobs
         return max(logprobs, key=lambda c: logprobs[c], default=None)
 
-# %% ../../nbs/5_tasks/33_choices.ipynb #6d319731
-class ChoiceScores(ChoiceLogprobs):
-    """How likely each choice is after one prompt. What is said of all choices is a dict by
-    choice, in the order given.
-
-    `token_ids`: the tokens of each choice (a choice of ids is named by a tuple of them);
-    `token_logprobs`: the log probability of each of them after `prompt_token_ids` and those
-    before it, natural logarithms, and of the end behind them if it counts. `error`: why nothing
-    is known; then the dicts are empty. `lora_request`: the adapter that was asked."""
-
+    # As it is shown
     @property
     def line(self) -> str:
         "The result in a line."
@@ -257,16 +192,17 @@ class ChoiceScores(ChoiceLogprobs):
         return [dict(best=self.best, **shares, error=self.error)]
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433001e-1
-def answer(q: Question) -> ChoiceScores:
-    "What was found out about `q`."
-    if q.error:
-        return ChoiceScores(q.shared, {}, {}, q.error)
-    return ChoiceScores(
-        q.shared,
-        dict(zip(q.keys, q.tails)),
-        {c: q.logprobs(t) for c, t in zip(q.keys, q.tails)},
-        lora_request=q.adapter and q.adapter.request,
-    )
+def take(scores: ChoiceScores, tail: tuple[int, ...], out: RequestOutput) -> None:
+    "Note in `scores` what the request `out`, with `tail` behind the prompt, says of its choices."
+    if out.error or scores.error:
+        scores.error = scores.error or out.error
+        scores.token_ids, scores.token_logprobs = {}, {}
+        return
+    inner = (out.prompt_logprobs or [])[len(scores.prompt_token_ids) :]
+    told, after = [d[i].logprob for d, i in zip(inner, tail)], (out.outputs[0].logprobs or [{}])[0]
+    for choice, ids in scores.token_ids.items():
+        if tuple(ids[:-1]) == tail:
+            scores.token_logprobs[choice] = [*told, after[ids[-1]].logprob]
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330022
 def _is_choice(x: Any) -> bool:
@@ -308,19 +244,6 @@ def choices_for(n: int, choices: Choices) -> list[Sequence[Any]]:
         )
     return [list(c) for c in each]
 
-# %% ../../nbs/5_tasks/33_choices.ipynb #c4330025
-def _waves(questions: Iterable[Question], most: int = 1000) -> Iterator[list[Question]]:
-    "`questions` in groups, each of which makes up to about `most` requests."
-    wave, requests = [], 0
-    for q in questions:
-        wave.append(q)
-        requests += len(q.asks())
-        if requests >= most or len(wave) >= most:
-            yield wave
-            wave, requests = [], 0
-    if wave:
-        yield wave
-
 # %% ../../nbs/5_tasks/33_choices.ipynb #0c411655
 def choose(
     llm: AdaptedAnswers,
@@ -328,7 +251,6 @@ def choose(
     choices: Choices,
     chat: bool = False,
     use_tqdm: Bar = None,
-    end: bool = False,
     lora_request: AdapterChoices = None,
 ) -> Outputs[ChoiceScores]:
     """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`,
@@ -336,42 +258,38 @@ def choose(
 
     `choices`: strings or lists of token ids, one list for all prompts, or a list of such lists,
     one a prompt. A string goes on where the prompt ends: after `'Answer:'` give `' yes'`, with
-    its space. With `chat` it is the assistant's answer. `end`: the answer has to end there, so
-    that 'New' is not as likely as all that begins with it; any of the model's end tokens will
-    do. The sums are those of `logprobs(prompt + choice)`. `use_tqdm`, `lora_request`: see
-    `LLM.generate`. `to_pandas()` of the result has a column `P(choice)` for each. Raises
-    `ParamError`, and `PromptError` if not one is a prompt; a prompt that can't run gets its
-    `error`."""
+    its space. With `chat` it is the assistant's answer. The sums are those of
+    `logprobs(prompt + choice)`. `use_tqdm`, `lora_request`: see `LLM.generate`. `to_pandas()` of
+    the result has a column `P(choice)` for each. Raises `ParamError`, and `PromptError` if not
+    one is a prompt; a prompt that can't run gets its `error`."""
     check_bar(use_tqdm)
     prompts = as_list(prompts, chat)
     check_forms(prompts, chat)
-    each, end_ids = choices_for(len(prompts), choices), sorted(llm.loaded.eos_ids) if end else ()
-    if end and not end_ids:
-        raise ParamError("end=True, and this model has no end token: leave it out", field="end")
+    each = choices_for(len(prompts), choices)
     adapters = adapters_for(llm.adapters, len(prompts), lora_request)
-
-    def question(
-        prompt: Prompt, mine: Sequence[Any], adapter: Adapter | AdapterError | None
-    ) -> Question:
+    found, asked = Outputs[ChoiceScores](), []
+    for prompt, mine, adapter in zip(prompts, each, adapters):
         try:
-            keys, (shared, tails) = (
-                check_choices(mine),
-                encode_choices(llm.loaded, prompt, mine, chat),
-            )
-        except (PromptError, ParamError) as e:
-            return Question([], error=str(e))
-        return (
-            Question([], error=str(adapter))
-            if isinstance(adapter, AdapterError)
-            else Question(keys, shared, tails, end_ids, adapter)
-        )
-
-    done: Any = Outputs()
-    bar_class: Any = use_tqdm if callable(use_tqdm) else tqdm
-    with bar_class(total=len(prompts), unit=" prompts", disable=not shows_bar(use_tqdm)) as bar:
-        for wave in _waves(map(question, prompts, each, adapters)):
-            ask(llm, wave)
-            done += map(answer, wave)
-            bar.update(len(wave))
-    log_failures(done)
-    return done
+            if isinstance(adapter, AdapterError):
+                raise adapter
+            keys = check_choices(mine)
+            shared, tails = encode_choices(llm.loaded, prompt, mine, chat)
+        except (AdapterError, PromptError, ParamError) as e:
+            found.append(ChoiceScores([], error=str(e)))
+            continue
+        named = adapter and adapter.request
+        scores = ChoiceScores(shared, dict(zip(keys, tails)), {k: [] for k in keys}, None, named)
+        found.append(scores)
+        asked += [(scores, adapter, tail, ids) for tail, ids in requests_for(tails).items()]
+    read = read_prompts(
+        [[*scores.prompt_token_ids, *tail] for scores, _, tail, _ in asked],
+        False,
+        [asking(len(scores.prompt_token_ids), ids) for scores, *_, ids in asked],
+        lora_request=[adapter for _, adapter, *_ in asked],
+    )
+    with CallBar(len(read), use_tqdm) as bar:
+        for i, out in finished(llm.events(read, longest_first=True), bar.count):
+            take(asked[i][0], asked[i][2], out)
+            bar.update()
+    log_failures(found)
+    return found

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestGroup
 
 # %% auto #0
-__all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'Adapter',
-           'content_of', 'signature_of', 'changed', 'AdapterBounds', 'AdapterMemory', 'AdapterNames', 'AdapterFiles',
-           'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for', 'plan_adapters',
-           'adapter_named', 'adapter_names', 'check_folders', 'check_modules']
+__all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'content_of',
+           'signature_of', 'Adapter', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
+           'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules']
 
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0010
 @dataclass(frozen=True)
@@ -68,6 +67,20 @@ class LoRARequest:
                 "adapter_config.json"
             )
         object.__setattr__(self, "lora_path", str(self.lora_path))
+
+    @classmethod
+    def of(cls, asked: object) -> LoRARequest:
+        "From a `LoRARequest`, ours or vLLM's. Raises `ParamError`."
+        if isinstance(asked, cls):
+            return asked
+        names = ("lora_name", "lora_int_id", "lora_path")
+        if not all(hasattr(asked, n) for n in names):
+            raise ParamError(
+                f"lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}",
+                field="lora_request",
+            )
+        inplace = bool(getattr(asked, "load_inplace", False))
+        return cls(*(getattr(asked, n) for n in names), load_inplace=inplace)
 
     @property
     def name(self) -> str:
@@ -316,28 +329,6 @@ def read_adapter(
         raise AdapterError("its file has no weights: save it again")
     return found
 
-# %% ../../nbs/5_tasks/lora.ipynb #32bb0030
-@dataclass(eq=False)
-class Adapter:
-    """An adapter that was asked for and looked at. `number`: what `Request.adapter` and
-    `Batch.adapters` call it; no other has had it.
-
-    `signature`: size and time of its files then; `nbytes`: of its weights in the model's dtype;
-    `rank`: the largest; `weights`: None, or ready for the backend; `content`: of its files then, where
-    that is asked for."""
-
-    number: int
-    request: LoRARequest
-    signature: tuple
-    nbytes: int
-    rank: int
-    weights: Any = None
-    content: bytes = b""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.request.lora_path)
-
 # %% ../../nbs/5_tasks/lora.ipynb #c4c74b4d
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
@@ -362,12 +353,34 @@ def signature_of(folder: Path) -> tuple:
 
     return tuple(about(name) for name in ADAPTER_FILES)
 
+# %% ../../nbs/5_tasks/lora.ipynb #32bb0030
+@dataclass(eq=False)
+class Adapter:
+    """An adapter that was asked for and looked at. `number`: what `Request.adapter` and
+    `Batch.adapters` call it; no other has had it.
 
-def changed(a: Adapter) -> bool:
-    "Whether the files of `a` are others than when it was asked for."
-    return signature_of(a.folder) != a.signature or (
-        a.content != b"" and content_of(a.folder) != a.content
-    )
+    `signature`: size and time of its files then; `nbytes`: of its weights in the model's dtype;
+    `rank`: the largest; `weights`: None, or ready for the backend; `content`: of its files then, where
+    that is asked for."""
+
+    number: int
+    request: LoRARequest
+    signature: tuple
+    nbytes: int
+    rank: int
+    weights: Any = None
+    content: bytes = b""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.request.lora_path)
+
+    @property
+    def changed(self) -> bool:
+        "Whether its files are others than when it was asked for."
+        return signature_of(self.folder) != self.signature or (
+            self.content != b"" and content_of(self.folder) != self.content
+        )
 
 # %% ../../nbs/5_tasks/lora.ipynb #lor00050
 AdapterChoice = (
@@ -375,9 +388,14 @@ AdapterChoice = (
 )  # a name is one of `lora_modules`; None is the model alone
 AdapterChoices = AdapterChoice | Sequence[AdapterChoice]  # one for all prompts, or one for each
 
-# %% ../../nbs/5_tasks/lora.ipynb #eb8a9941
-class AdapterBounds:
-    "How many adapters of an `LLM` may be in memory, and how large."
+# %% ../../nbs/5_tasks/lora.ipynb #862a7398
+class Adapters:
+    """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name
+    `(in, out)`; `itemsize`: bytes of a weight.
+
+    At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was
+    used least recently goes first, and is read again when asked for. One that was removed or
+    replaced stays until its last request has ended, beside that limit."""
 
     def __init__(
         self,
@@ -431,10 +449,7 @@ class AdapterBounds:
             else self.bank.size_of(ranks)
         )
 
-# %% ../../nbs/5_tasks/lora.ipynb #fc015b7a
-class AdapterMemory(AdapterBounds):
-    "The adapters of an `LLM` that are in memory, for any thread."
-
+    # In memory: weights that requests need, the least recently used first to go
     def bind(self, backend: Backend, shapes: object = True) -> None:
         """Run on `backend` from now on; what was loaded for another one is forgotten. Raises
         `UnsupportedModelError` where no model's rows run packed (no `shapes`), and `BatchError`
@@ -475,7 +490,7 @@ class AdapterMemory(AdapterBounds):
         if a.weights is not None:
             return a
         try:
-            if changed(a):
+            if a.changed:
                 raise AdapterError(
                     "its files are others than when it was asked for: ask for it again"
                 )
@@ -491,10 +506,7 @@ class AdapterMemory(AdapterBounds):
             self.loaded[number] = a
         return a
 
-# %% ../../nbs/5_tasks/lora.ipynb #496acc22
-class AdapterNames(AdapterMemory):
-    "Adapters by name: those that the `LLM` was given, and those that requests brought."
-
+    # By name
     @property
     def known(self) -> dict[str, LoRARequest]:
         "All adapters by name: those that requests asked for, and those of `modules`."
@@ -505,28 +517,13 @@ class AdapterNames(AdapterMemory):
         "16 hex digits that change with the files of `modules`."
         h = hashlib.blake2b(digest_size=8)
         for name, r in sorted(self.modules.items()):
-            files = (
-                Path(r.lora_path) / f
-                for f in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-            )
-            h.update(
-                repr((name, [f.read_bytes() if f.is_file() else None for f in files])).encode()
-            )
+            h.update(name.encode() + b"\0" + content_of(Path(r.lora_path)))
         return h.hexdigest()
 
     def find(self, asked: object) -> LoRARequest:
         "The `LoRARequest` that `asked` is, or is the name of. Raises `AdapterError`, `ParamError`."
-        if isinstance(asked, LoRARequest):
-            return asked
-        names = ("lora_name", "lora_int_id", "lora_path")
-        if all(hasattr(asked, n) for n in names):  # vLLM's own
-            inplace = bool(getattr(asked, "load_inplace", False))
-            return LoRARequest(*(getattr(asked, n) for n in names), load_inplace=inplace)
         if not isinstance(asked, str):
-            raise ParamError(
-                f"lora_request must be a LoRARequest or the name of an adapter, got {asked!r:.60}",
-                field="lora_request",
-            )
+            return LoRARequest.of(asked)
         known = self.known
         if asked in known:
             return known[asked]
@@ -548,10 +545,7 @@ class AdapterNames(AdapterMemory):
             model, read_adapter(Path(self.find(asked).lora_path), self.shapes, self.max_lora_rank)
         )
 
-# %% ../../nbs/5_tasks/lora.ipynb #32bb0032
-class AdapterFiles(AdapterNames):
-    "Adapters whose files were looked at."
-
+    # Asked for: looked at, and kept under its number
     def _look(self, request: LoRARequest, signature: tuple, old: Adapter | None) -> Adapter:
         if old and old.signature == signature:
             return old
@@ -568,15 +562,7 @@ class AdapterFiles(AdapterNames):
             self.contents[number] = content
         return Adapter(number, request, signature, nbytes, max(ranks.values()), content=content)
 
-# %% ../../nbs/5_tasks/lora.ipynb #862a7398
-class Adapters(AdapterFiles):
-    """The adapters of an `LLM`, for any thread. `shapes`: of its model's linear layers, by name
-    `(in, out)`; `itemsize`: bytes of a weight.
-
-    At most `max_loras` have running requests, and at most `max_cpu_loras` are in memory: who was
-    used least recently goes first, and is read again when asked for. One that was removed or
-    replaced stays until its last request has ended, beside that limit."""
-
+    # The scheduler's rules
     def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
         """Whether no more than `max_loras` adapters have running requests once `r` is among
         them: the `Scheduler`'s rule."""

@@ -50,10 +50,10 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'tasks_of',
-           'score_activation_for', 'pooling_of', 'num_types_of', 'PooledModel', 'PoolingCheck', 'PoolingEnd', 'Pooler',
-           'pooler_of', 'task_of', 'layers_of', 'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts',
-           'too_many', 'check_count', 'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer',
-           'PoolOptions', 'pool_prompts', 'encode', 'reward', 'score']
+           'score_activation_for', 'pooling_of', 'num_types_of', 'Pooler', 'pooler_of', 'task_of', 'layers_of',
+           'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts', 'too_many', 'check_count', 'text_limit',
+           'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'PoolOptions', 'pool_prompts', 'encode',
+           'reward', 'score']
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -205,9 +205,15 @@ def num_types_of(model: PreTrainedModel) -> int:
         return 0
     return getattr(model.config, "type_vocab_size", 2) or 0
 
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #6f3084c9
-class PooledModel:
-    "A model with hidden states, and what its config and its folder say of them."
+# %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00031
+class Pooler:
+    """What can be made of the hidden states of `model`, and how.
+
+    `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it;
+    `normalize`: whether vectors get length 1. As sentence-transformers' files in the model's
+    folder say, which make it `trained`; else the mean, or the last token of a causal model.
+    `limit`: the most tokens of a text, or None. `prompts`: what may stand before a text, by
+    name. Raises `UnsupportedModelError`."""
 
     def __init__(
         self,
@@ -260,10 +266,7 @@ class PooledModel:
             return len(dense[-1].weight)
         return self.model.config.get_text_config().hidden_size * len(self.how)
 
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #ac539111
-class PoolingCheck(PooledModel):
-    "Says what is wrong with a wish."
-
+    # Before it runs
     def check(self, p: PoolingParams) -> None:
         """Raise `ModelError` or `ParamError` unless it can do what `p` asks for. Says once if
         the model was not trained for it."""
@@ -321,9 +324,36 @@ class PoolingCheck(PooledModel):
                 ", of length 1" * self.normalize,
             )
 
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #5b387141
-class PoolingEnd(PoolingCheck):
-    "What is done with states or a vector at the end."
+    def needs_all(self, p: PoolingParams, ids: Sequence[int]) -> bool:
+        """Whether the states of all tokens `ids` are needed, not those of the last alone. A
+        classifier that writes takes the last that is no padding."""
+        if self.classifies and ids and ids[-1] == self.model.config.get_text_config().pad_token_id:
+            return True
+        if p.task in ("embed", "score") and not self.classifies:
+            return self.how != ("lasttoken",)
+        return not self.causal or p.task in ("token_embed", "token_classify")
+
+    def start_of(self, p: PoolingParams) -> str:
+        """The model's prompt that stands before every text of which `p` wants a vector: the one
+        that it names, or the one that the model takes by itself."""
+        if p.task not in ("embed", "score") or self.classifies or self.tags:
+            return ""
+        return self.default_prompt if p.prompt_name is None else self.prompts[p.prompt_name]
+
+    # What is made of states
+    def __call__(self, p: PoolingParams, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+        """What `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the last alone,
+        `[1, E]`; with `p.layers` `[n, L, E]`."""
+        if p.task == "token_embed":
+            return self._states(p, states)
+        if p.task in ("classify", "score", "token_classify") and self.activation is not None:
+            logits = head_logits(self.model, states, ids[-len(states) :])
+            activation = self.score_activation if p.task == "score" else self.activation
+            return logits if self._asked(p) is False else activation(logits)
+        x = pool(states, self.how)
+        for step in self.steps:
+            x = step(x[None])[0]
+        return self._finish(p, x)
 
     def _asked(self, p: PoolingParams) -> bool | None:
         return self.config.use_activation if p.use_activation is None else p.use_activation
@@ -347,46 +377,6 @@ class PoolingEnd(PoolingCheck):
         if p.dimensions is not None:
             x = x[..., : p.dimensions]
         return nn.functional.normalize(x, dim=-1) if self._asked(p) else x
-
-# %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00031
-class Pooler(PoolingEnd):
-    """What can be made of the hidden states of `model`, and how.
-
-    `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it;
-    `normalize`: whether vectors get length 1. As sentence-transformers' files in the model's
-    folder say, which make it `trained`; else the mean, or the last token of a causal model.
-    `limit`: the most tokens of a text, or None. `prompts`: what may stand before a text, by
-    name. Raises `UnsupportedModelError`."""
-
-    def needs_all(self, p: PoolingParams, ids: Sequence[int]) -> bool:
-        """Whether the states of all tokens `ids` are needed, not those of the last alone. A
-        classifier that writes takes the last that is no padding."""
-        if self.classifies and ids and ids[-1] == self.model.config.get_text_config().pad_token_id:
-            return True
-        if p.task in ("embed", "score") and not self.classifies:
-            return self.how != ("lasttoken",)
-        return not self.causal or p.task in ("token_embed", "token_classify")
-
-    def start_of(self, p: PoolingParams) -> str:
-        """The model's prompt that stands before every text of which `p` wants a vector: the one
-        that it names, or the one that the model takes by itself."""
-        if p.task not in ("embed", "score") or self.classifies or self.tags:
-            return ""
-        return self.default_prompt if p.prompt_name is None else self.prompts[p.prompt_name]
-
-    def __call__(self, p: PoolingParams, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-        """What `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the last alone,
-        `[1, E]`; with `p.layers` `[n, L, E]`."""
-        if p.task == "token_embed":
-            return self._states(p, states)
-        if p.task in ("classify", "score", "token_classify") and self.activation is not None:
-            logits = head_logits(self.model, states, ids[-len(states) :])
-            activation = self.score_activation if p.task == "score" else self.activation
-            return logits if self._asked(p) is False else activation(logits)
-        x = pool(states, self.how)
-        for step in self.steps:
-            x = step(x[None])[0]
-        return self._finish(p, x)
 
 
 def _pooler(loaded: LoadedModel) -> Pooler:
@@ -516,11 +506,8 @@ def encode_texts(
     ]
     if loaded.tokenizer is None or sum(plain) < 2:
         return list(prompts)
-    texts = [
-        pooler_of(loaded).start_of(p) + t
-        for t, p, is_plain in zip(prompts, each, plain)
-        if is_plain
-    ]
+    start_of = pooler_of(loaded).start_of
+    texts = [start_of(p) + t for t, p, is_plain in zip(prompts, each, plain) if is_plain]
     try:
         found = zip(texts, own_tokenizer(loaded.tokenizer)(texts)["input_ids"])
     except Exception:
@@ -549,19 +536,9 @@ def check_count(n: int, limit: int | None) -> None:
 def text_limit(loaded: LoadedModel) -> int | None:
     """The most tokens of a text that is pooled, or None. What a decoder that was trained for
     vectors takes may be less than what it could write from."""
-    return min(
-        (
-            n
-            for n in (
-                loaded.max_model_len,
-                pooler_of(loaded).limit
-                if loaded.can_generate and pooler_of(loaded).trained
-                else None,
-            )
-            if n
-        ),
-        default=None,
-    )
+    pooler = pooler_of(loaded)
+    own = pooler.limit if loaded.can_generate and pooler.trained else None
+    return min((n for n in (loaded.max_model_len, own) if n), default=None)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00053
 def pooling_ids(
@@ -574,11 +551,7 @@ def pooling_ids(
     `token_type_ids`. Before a text stands the model's prompt, not before ids."""
     if isinstance(prompt, EncodedText):
         return str(prompt), prompt.ids, None
-    limit, start, num_types = (
-        text_limit(loaded),
-        pooler_of(loaded).start_of(p),
-        pooler_of(loaded).num_types,
-    )
+    pooler, limit = pooler_of(loaded), text_limit(loaded)
     most = (
         None
         if p.truncate_prompt_tokens is None
@@ -593,7 +566,7 @@ def pooling_ids(
         if not isinstance(pair, str | None) or len(d) > 1:
             raise PromptError(f"a pair is two strings, prompt and text_pair, got {prompt!r:.80}")
         if text or pair:
-            return _tokenized(loaded, start + text, pair, most, limit)
+            return _tokenized(loaded, pooler.start_of(p) + text, pair, most, limit)
     given: Any = d.get("prompt_token_ids", prompt)
     if most is None and isinstance(given, list) and not is_talk(given):
         check_count(len(given), limit)  # before they are looked at
@@ -604,9 +577,9 @@ def pooling_ids(
         raise PromptError(
             f"token_type_ids must be {len(ids)} numbers of 0 or 1, one for each token"
         )
-    if types is not None and any(t >= num_types for t in types if t):
+    if types is not None and any(t >= pooler.num_types for t in types if t):
         raise PromptError(
-            f"token_type_ids: the model has {num_types} types of tokens: leave them out"
+            f"token_type_ids: the model has {pooler.num_types} types of tokens: leave them out"
         )
     return text, ids[:most], types if types is None else [*types][:most]
 
@@ -647,16 +620,16 @@ def admit_pooling(
     "Tokenise and check `prompt`; give `group` its request, or its error. Raises `ModelError`."
     group.pooling, group.deadline = params, None if timeout is None else group.start + timeout
     try:
-        pooler_of(loaded).check(params)
+        (pooler := pooler_of(loaded)).check(params)
         group.prompt, ids, types = pooling_ids(loaded, prompt, params)
         group.prompt_token_ids = ids
-        if params.task == "score" and not (pooler_of(loaded).classifies or pooler_of(loaded).tags):
+        if params.task == "score" and not (pooler.classifies or pooler.tags):
             raise ParamError("a score is of two texts: ask llm.score for it")
         check_count(len(ids), text_limit(loaded))
         check_prompt(ids, None, loaded.vocab_size)
-        task = Pooling(pooler_of(loaded), params, pooler_of(loaded).needs_all(params, ids), types)
+        task = Pooling(pooler, params, pooler.needs_all(params, ids), types)
         if params.layers:
-            task.layers = [i if i >= 0 else i + pooler_of(loaded).depth + 1 for i in params.layers]
+            task.layers = [i if i >= 0 else i + pooler.depth + 1 for i in params.layers]
         group.requests = [Request(group.request_id, ids, 0, priority, task=task, group=group)]
     except ModelError:
         raise

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from .. import __version__
+from ..machine import version
 from ..llm.answers import Answers
 from ..llm.settings import check_count
 from ..core.engine import log
@@ -411,7 +411,7 @@ def data_of(recorder: Recorder) -> dict:
     return dict(
         format="batchlab-trace",
         version=VERSION,
-        batchlab=__version__,
+        batchlab=version(),
         created=recorder.created.isoformat(timespec="seconds"),
         **about_run(recorder.source),
         max_rows=recorder.step_log.max_rows,
