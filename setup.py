@@ -33,7 +33,7 @@ setup(
         *(f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)),
     ],
     packages=find_packages(include=[cfg["lib_path"], cfg["lib_path"] + ".*"]),
-    package_data={cfg["lib_name"]: ["py.typed", "**/*.cpp"]},
+    package_data={cfg["lib_name"]: ["py.typed", "**/*.cpp", "view/*.js", "view/*.css", "view/*.html"]},
     cmdclass={"build_py": BuildPy},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),

@@ -91,6 +91,16 @@ def cpp_cells(before="", flags=()):
     return so_far
 
 
+def page_cells():
+    "Let a chapter's cells begin with `%%page KIND`: HTML, CSS or JavaScript of a page, which no kernel runs."
+    from IPython.core.magic import register_cell_magic
+
+    def page(kind, cell):
+        "A part of the page's file of that kind."
+
+    register_cell_magic(page)
+
+
 def run_cpp(source: str, name: str, *args):
     """Compile C++ `source` and call what it exports by `EXPORT(name)`, in fp32, with tensors, structs and numbers. It runs once, so
     it is optimised a little less, which compiles in half the time and leaves the bits as they are."""

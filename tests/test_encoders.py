@@ -20,6 +20,7 @@ from batchlab.fast.fused import Fused, FusedBackend, fuse
 from batchlab.fast.kernels import attend_both_ways, layout_whole, whole_rows
 from batchlab.fast.layers import ENCODERS
 from batchlab.fast.native import DTYPES
+from batchlab.core.backend import AttentionParams
 from batchlab.core.batch import pack_rows
 from batchlab.models import tiny_model
 from batchlab.models.tiny import _init_tiny
@@ -211,9 +212,10 @@ def test_attention_both_ways(kernels, dtype):
         parts = zip(qkv.split([H * D, KV * D, KV * Dv], 1), (H, KV, KV))
         q, k, v = (t.unflatten(1, (n, -1)) for t, n in parts)
         for window, softcap in itertools.product((None, 1, 9, 65, 200), (None, 3.0)):
-            z = layout_whole(q, KV, Dv, D**-0.5, window, softcap)
+            asked = AttentionParams(D**-0.5, window, softcap)
+            z = layout_whole(q, KV, Dv, asked)
             got = kernels.attend_whole(z, q, k, v, whole_rows(whole))
-            want = attend_both_ways(whole, q, k, v, D**-0.5, window, softcap)
+            want = attend_both_ways(whole, q, k, v, asked)
             near = 1e-5 if dtype == torch.float32 else 2e-2
             assert (got.float() - want).abs().max() < near
             assert torch.equal(kernels.attend_whole(z, q, k, v, whole_rows(whole, 70)), got)

@@ -29,6 +29,7 @@ from batchlab.fast.native import (
     unpack_rows,
 )
 from batchlab.fast.packed import PackedLinear
+from batchlab.core.backend import AttentionParams
 from batchlab.core.batch import pack_rows, places
 from batchlab.errors import CompileError, ModelError
 from batchlab.models.fetch import find_model
@@ -203,15 +204,18 @@ def test_attention_of_any_size(kernels, dtype, heads, kv_heads, dim, value_dim):
     q, at = drawn(batch.num_tokens, heads, dim, dtype=dtype), torch.arange(20 * 64)
     k = drawn(len(at), kv_heads, dim, dtype=dtype, seed=1)
     v = drawn(len(at), kv_heads, value_dim, dtype=dtype, seed=2)
-    kernels.write(layout(cache, 0, q, 1.0), k, v, cache.keys[0], cache.values[0], at)
+    kernels.write(
+        layout(cache, 0, q, AttentionParams(1.0)), k, v, cache.keys[0], cache.values[0], at
+    )
     copy = TiledCache(cache.shapes, 20, 64, dtype)
     copy.write(0, k, v, at)
     assert torch.equal(cache.keys[0], copy.keys[0]) and torch.equal(cache.values[0], copy.values[0])
     for window, softcap, sinks in ((None, None, None), (70, 2.0, torch.ones(heads))):
-        z = layout(cache, 0, q, dim**-0.5, window, softcap, sinks)
+        asked = AttentionParams(dim**-0.5, window, softcap, sinks)
+        z = layout(cache, 0, q, asked)
         work = AttentionWorklist(batch, prefix_groups(batch, 64), 64, heads // kv_heads, kv_heads)
         got = kernels.attend(z, q, cache.keys[0], cache.values[0], work).float()
-        want = attend_rows(cache, 0, batch, q, dim**-0.5, window, softcap, sinks)
+        want = attend_rows(cache, 0, batch, q, asked)
         torch.testing.assert_close(got, want, **NEAR[dtype])
 
 
@@ -240,7 +244,7 @@ def attended(kernels, q, cache, batch, groups=None, threads=None, **asks):
     K, size, H = cache.keys[0], cache.block_size, q.shape[1]
     groups, KV = groups or prefix_groups(batch, size), K.shape[1]
     work = AttentionWorklist(batch, groups, size, H // KV, KV, threads)
-    z = layout(cache, 0, q, q.shape[2] ** -0.5, **asks)
+    z = layout(cache, 0, q, AttentionParams(q.shape[2] ** -0.5, **asks))
     return kernels.attend(z, q, K, cache.values[0], work)
 
 
@@ -258,7 +262,7 @@ def test_attention_in_a_cache_full_of_nan(kernels, dtype, size):
         q = drawn(batch.num_tokens, H, D, dtype=dtype)
         for window, softcap, sinks in itertools.product((None, 40), (None, 3.0), (None, drawn(H))):
             asks = dict(window=window, softcap=softcap, sinks=sinks)
-            want = attend_rows(cache, 0, batch, q, D**-0.5, **asks)
+            want = attend_rows(cache, 0, batch, q, AttentionParams(D**-0.5, **asks))
             off = (attended(kernels, q, cache, batch, **asks).float() - want).abs().max()
             assert off < (1e-5 if dtype == torch.float32 else 2e-2)
 

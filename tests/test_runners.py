@@ -17,6 +17,7 @@ from batchlab.core.attention import (
     packed_forward,
     packed_of,
 )
+from batchlab.core.backend import AttentionParams
 from batchlab.core.batch import make_batch, pack_rows
 from batchlab.core.cache import KVCache, kv_bytes_per_token, kv_shapes, reserve
 from batchlab.core.packing import pack
@@ -58,18 +59,17 @@ class LoopStep:
         ]
 
     def attention(self, layer, q, k, v, params, others):
-        scaling, window, softcap, sinks = params
         self.cache.write(
             layer, k[0].transpose(0, 1), v[0].transpose(0, 1), torch.tensor(self.batch.slot_mapping)
         )
         out = []
         for t, (row, end) in enumerate(zip(self.rows, self.ends)):
-            low = 0 if window is None else max(0, end - window)
+            low = 0 if params.window is None else max(0, end - params.window)
             K, V = (
                 x[low:end].transpose(0, 1)[None]
                 for x in self.cache.read(layer, self.batch.block_table[row])
             )
-            out.append(attend_plain(q[:, :, t : t + 1], K, V, None, scaling, softcap, sinks))
+            out.append(attend_plain(q[:, :, t : t + 1], K, V, None, params))
         self.calls += len(out)
         return torch.cat(out, 2).transpose(1, 2)  # [1, T, H, Dv]
 
@@ -169,11 +169,12 @@ def test_what_layers_ask_of_attention():
 
 def test_sinks_take_a_share_and_caps_bend():
     keys, one = torch.tensor([[[[1.0], [2.0]]]]), torch.ones(1, 1, 1, 1)
-    share = lambda **kw: attend_plain(one, keys, keys * 0 + 1, None, 1.0, **kw).item()
+    asked = lambda **kw: AttentionParams(1.0, **kw)
+    share = lambda **kw: attend_plain(one, keys, keys * 0 + 1, None, asked(**kw)).item()
     assert share() == pytest.approx(1)
     with_sink = 1 - torch.tensor([1.0, 2, 2]).softmax(0)[2].item()
     assert share(sinks=torch.tensor([2.0])) == pytest.approx(with_sink)
-    capped = attend_plain(one, 99 * keys, keys, None, 1.0, softcap=5.0)
+    capped = attend_plain(one, 99 * keys, keys, None, asked(softcap=5.0))
     assert abs(capped.item() - 1.5) < 0.01  # 99 and 198, both bent to 5
 
 

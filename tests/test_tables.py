@@ -19,7 +19,6 @@ from batchlab.jobs.journal import finished_lines, journal_of, settings_file
 from batchlab.jobs.lines import parse_line
 from batchlab.jobs.tables import (
     ANSWER,
-    READERS,
     TRUTH,
     AnswerNames,
     AnswerTable,
@@ -28,6 +27,7 @@ from batchlab.jobs.tables import (
     Template,
     file_kind,
     kind_of,
+    readable,
     literal,
     opener_of,
     type_of,
@@ -151,15 +151,13 @@ def test_ten_thousand_rows_come_back_by_their_key():
             done, before, grown[n] = map(int, p.stdout.split())
         assert (done, before >= n // 2, left(f"{n}.parquet")) == (n, True, [])
     assert grown[10_000] < grown[2000] + 40_000, grown
-    source = pd.read_csv("10000.csv", dtype=dict(zip=str))
+    source = pd.read_csv("10000.csv", dtype=str)
     found = pd.read_parquet("10000.parquet")
-    assert [*found.id] == [*source.id] and found.id.dtype == source.id.dtype == "int64"
+    assert [*found.id] == [*source.id]
     assert found.error.isna().all() and (found.completion_tokens == 1).all()
-    assert found.completion_tokens.dtype == found.n_words.dtype == "Int64"
-    assert found.zip[7] == "00007" and found.big.dtype == "int64"
+    assert found.completion_tokens.dtype == "Int64"
     for name in source.columns:
-        kind = "Float64" if name == "n_words" else found[name].dtype
-        pd.testing.assert_series_equal(source[name].astype(kind), found[name].astype(kind))
+        assert [*source[name].fillna("")] == [*found[name].fillna("")], name
 
 
 def test_text_and_error_of_every_row_equal_a_call_of_its_own():
@@ -230,7 +228,7 @@ def test_types_of_a_csv_lose_nothing(text):
         float: not isinstance(v, float) or v == float(text),
     }
     assert same.get(type(v), str(v) == text)
-    assert READERS["string"](text) == text
+    assert readable(text) == text
     assert not (isinstance(v, float) and v == 0)
 
 
@@ -1174,28 +1172,14 @@ def test_a_carriage_return_tears_no_row(name, bias):
     assert ("\r" in read(name)[1]["text"]) == (bias > 0) and go().before == 2
 
 
-@pytest.mark.parametrize(
-    "cells, kind",
-    [
-        ("1.10 1.9 2.0", "string"),
-        ("12E5 3E4 7E2", "string"),
-        ("1.50 2.00", "string"),
-        ("TRUE FALSE", "string"),
-        ("true false", "string"),
-        ("007 10001", "string"),
-        ("1 2.5", "string"),
-        ("1 9223372036854775808", "string"),
-        ("True False", "bool"),
-        ("1 22 9223372036854775807", "int64"),
-        ("0.5 2.25 1e+16", "double"),
-    ],
-)
-def test_a_column_of_a_csv_is_of_numbers_where_each_cell_can_be_written_again(cells, kind):
+@pytest.mark.parametrize("cells", ["1.10 1.9", "12E5", "TRUE", "007 10001", "1 22", "0.5 1e+16"])
+def test_cells_of_a_csv_stay_text(cells):
     rows = ["", *cells.split()]
     write("in.csv", [["prompt", "x"], *(["-", c] for c in rows)])
     answers = [(i, record_of(i, "t")) for i, _ in enumerate(rows, 1)]
     export_records(lambda: iter(answers), "o.parquet", TableFile("in.csv"))
-    assert str(pq.read_schema("o.parquet").field("x").type) == kind
+    found = pq.read_table("o.parquet")["x"]
+    assert (str(found.type), found.to_pylist()) == ("string", [None, *cells.split()])
 
 
 def test_a_format_that_only_pads_takes_a_cell_as_it_stands():

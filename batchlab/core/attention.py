@@ -185,22 +185,20 @@ def packed_forward(
 def _weights(
     x: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """The scores `x` `[B, H, Q, K]`, which it may overwrite, as weights in fp32: all that a
     layer does to them, then the softmax.
 
     `mask`: additive, for all columns or for the last."""
-    x = x.float().mul_(scaling)
+    x, softcap = x.float().mul_(params.scaling), params.softcap
     if softcap is not None:
         x = softcap * (x / softcap).tanh()
     if mask is not None:
         x[..., x.shape[-1] - mask.shape[-1] :] += mask
-    if sinks is None:
+    if params.sinks is None:
         return x.softmax(-1)
-    each = sinks.float().view(1, -1, 1, 1).expand(*x.shape[:3], 1)
+    each = params.sinks.float().view(1, -1, 1, 1).expand(*x.shape[:3], 1)
     return torch.cat([x, each], -1).softmax(-1)[..., :-1]
 
 
@@ -209,20 +207,18 @@ def attend_plain(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """Attention written out, its softmax in fp32: `[B, H, Q, Dv]`.
 
     `q` `[B, H, Q, D]`; `k` `[B, KV, K, D]`; `v` `[B, KV, K, Dv]`, each KV head shared by H / KV
-    query heads (Ainslie et al. 2023); `mask` additive, `[B or 1, 1, Q, K]` or `[Q, K]`, or None.
-    `softcap`: scores become `softcap * tanh(scores / softcap)` (Gemma 2). `sinks` `[H]`: a score
-    of each head without a value (gpt-oss).
+    query heads (Ainslie et al. 2023); `mask` additive, `[B or 1, 1, Q, K]` or `[Q, K]`, or None;
+    the window of `params` is in it. With a `softcap` scores become `softcap * tanh(scores / softcap)`
+    (Gemma 2); `sinks` are a score of each head without a value (gpt-oss).
     """
     (B, H, Q, _), KV = q.shape, k.shape[1]
     x = (q.reshape(B, KV, H // KV * Q, -1) @ k.transpose(-1, -2)).view(B, H, Q, -1)
-    weights = _weights(x, mask, scaling, softcap, sinks).to(v.dtype)
+    weights = _weights(x, mask, params).to(v.dtype)
     return (weights.reshape(B, KV, H // KV * Q, -1) @ v).view(B, H, Q, -1)
 
 # %% ../../nbs/2_core/12_attention.ipynb #592f79f2
@@ -231,9 +227,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | str | None,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """As `attend_plain`, by torch's fused kernel where there are neither softcap nor sinks:
     `[B, H, Q, Dv]`.
@@ -241,10 +235,10 @@ def attend(
     `mask` may also be 'causal', for Q = K: query i sees columns 0 to i. `Q` > 1 takes one
     sequence, `B` = 1. K and V are never repeated in memory."""
     causal = isinstance(mask, str)
-    if softcap is not None or sinks is not None:
+    if params.softcap is not None or params.sinks is not None:
         if causal:
             mask = torch.full((q.shape[2], k.shape[2]), -torch.inf, device=q.device).triu(1)
-        return attend_plain(q, k, v, mask, scaling, softcap, sinks)
+        return attend_plain(q, k, v, mask, params)
     (B, H, Q, _), KV = q.shape, k.shape[1]
     if Q == 1:
         q = q.reshape(B, KV, H // KV, -1)
@@ -253,7 +247,7 @@ def attend(
         q = q[0].unflatten(0, (KV, -1))  # [KV, H / KV, Q, D]
         k, v = (t[0][:, None].expand(-1, H // KV, -1, -1) for t in (k, v))  # a stride of 0, no copy
     out = F.scaled_dot_product_attention(
-        q, k, v, None if causal else mask, is_causal=causal, scale=scaling
+        q, k, v, None if causal else mask, is_causal=causal, scale=params.scaling
     )
     return out.reshape(B, H, Q, -1)
 
@@ -417,34 +411,30 @@ class PackedStep:
 
         Each token sees its own row's columns up to its own, the last `window` of them if that is
         given."""
-        scaling, window, softcap, sinks = params
-        asked: dict[str, Any] = dict(scaling=scaling, softcap=softcap, sinks=sinks)
         b, out = self.batch, q.new_empty(q.shape[2], q.shape[1], v.shape[3])
         if b.causal:
             self.cache.write(layer, k[0].transpose(0, 1), v[0].transpose(0, 1), self.slot_mapping)
         for i, g in enumerate(self.groups):
-            out[g.rows] = self._decode(layer, i, q[0, :, g.rows].transpose(0, 1), window, asked)
+            out[g.rows] = self._decode(layer, i, q[0, :, g.rows].transpose(0, 1), params)
         for i in range(b.num_decode if b.causal else 0, len(b)):
             at = slice(b.cu_seqlens[i], b.cu_seqlens[i + 1])
             n = at.stop - at.start
             seen = (
-                self._seen(layer, i, n, window, q)
+                self._seen(layer, i, n, params.window, q)
                 if b.causal
-                else (k[:, :, at], v[:, :, at], both_ways(n, window, q))
+                else (k[:, :, at], v[:, :, at], both_ways(n, params.window, q))
             )
-            out[at] = attend(q[:, :, at], *seen, **asked)[0].transpose(0, 1)
+            out[at] = attend(q[:, :, at], *seen, params)[0].transpose(0, 1)
         return out[None]
 
-    def _decode(
-        self, layer: int, i: int, q: torch.Tensor, window: int | None, asked: dict
-    ) -> torch.Tensor:
+    def _decode(self, layer: int, i: int, q: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         "Group i, one query a row, `q` `[R, H, D]`: `[R, H, Dv]`."
         g = self.groups[i]
         k, v = (t.unflatten(0, (len(g.rows), -1)) for t in self.cache.read(layer, g.blocks))
         mask = self._once(
-            (i, window, q.dtype), span_mask, g.lengths, 0, g.columns, window, q.dtype
+            (i, params.window, q.dtype), span_mask, g.lengths, 0, g.columns, params.window, q.dtype
         )[:, None, None]
-        return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, **asked)[:, :, 0]
+        return attend(q[:, :, None], k.transpose(1, 2), v.transpose(1, 2), mask, params)[:, :, 0]
 
 # %% ../../nbs/2_core/12_attention.ipynb #a0674596
 class TorchBackend:

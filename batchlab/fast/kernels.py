@@ -40,7 +40,7 @@ from batchlab.fast.native import (
     STEP,
     Kernels,
     Shape,
-    address,
+    asked_of,
     build,
     limit_threads,
     pack_weight,
@@ -230,15 +230,12 @@ def layout(
     cache: KVCache,
     layer: int,
     q: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
 ) -> Shape:
-    """The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. `sinks`: fp32
-    `[heads]`; the caller keeps them."""
+    """The `Shape` of `q` `[T, heads, dim]` (a view) against a layer of `cache`. Its sinks are
+    fp32 `[heads]`; the caller keeps them."""
     K, V = cache.keys[layer], cache.values[layer]
-    z = layout_whole(q, K.shape[1], cache.shapes[layer][2], scale, window, softcap, sinks)
+    z = layout_whole(q, K.shape[1], cache.shapes[layer][2], params)
     z.k_block, z.k_head, z.v_block, z.v_head, z.block_size = (
         *K.stride()[:2],
         *V.stride()[:2],
@@ -251,10 +248,7 @@ def layout_whole(
     q: torch.Tensor,
     kv_heads: int,
     dim_v: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
 ) -> Shape:
     "The same for keys and values of no cache, as `Kernels.attend_whole` takes them."
     return Shape(
@@ -263,10 +257,7 @@ def layout_whole(
         q.shape[2],
         dim_v,
         *q.stride()[:2],
-        window=window or 0,
-        scale=scale,
-        softcap=softcap or 0,
-        sinks=None if sinks is None else address(sinks, torch.float32, q.shape[1]),
+        **asked_of(params, q.shape[1]),
     )
 
 
@@ -299,10 +290,7 @@ def attend_rows(
     layer: int,
     batch: Batch,
     q: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     """What attention with `q` `[T, H, D]` has to be: row by row, by `attend_plain` in fp32.
     `[T, H, Dv]`, fp32."""
@@ -312,9 +300,9 @@ def attend_rows(
             t[:end].float().transpose(0, 1)[None]
             for t in cache.read(layer, table[: -(-end // cache.block_size)])
         )
-        mask = span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, window)
+        mask = span_mask(torch.arange(start + 1, end + 1, device=q.device), 0, end, params.window)
         rows = q[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]].float().transpose(0, 1)[None]
-        out.append(attend_plain(rows, k, v, mask, scale, softcap, sinks)[0].transpose(0, 1))
+        out.append(attend_plain(rows, k, v, mask, params)[0].transpose(0, 1))
     return torch.cat(out)
 
 
@@ -323,17 +311,14 @@ def attend_both_ways(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    params: AttentionParams,
 ) -> torch.Tensor:
     "The same for whole rows that see both ways, with `k`, `v` `[T, KV, D]`."
     out = []
     for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:]):
         x, key, value = (t[a:b].float().transpose(0, 1)[None] for t in (q, k, v))
         out.append(
-            attend_plain(x, key, value, both_ways(b - a, window, q.float()), scale, softcap, sinks)[
+            attend_plain(x, key, value, both_ways(b - a, params.window, q.float()), params)[
                 0
             ].transpose(0, 1)
         )
@@ -360,14 +345,18 @@ def _attention_right(kernels: Kernels) -> Iterator[bool]:
         cache.write(0, k.to(dtype), v.to(dtype), every)
         x, (key, value) = a[: batch.num_tokens], (t[: len(a)].to(dtype) for t in (k, v))
         # window, soft cap, sinks
-        for asked in ((None, None, None), (20, None, sinks), (None, 2.0, sinks)):
-            z = layout(cache, 0, x, 0.15, *asked)
+        for asked in (
+            AttentionParams(0.15),
+            AttentionParams(0.15, 20, None, sinks),
+            AttentionParams(0.15, None, 2.0, sinks),
+        ):
+            z = layout(cache, 0, x, asked)
             got = kernels.attend(z, x, cache.keys[0], cache.values[0], work).float()
-            off = got - attend_rows(cache, 0, batch, x, 0.15, *asked)
+            off = got - attend_rows(cache, 0, batch, x, asked)
             yield bool(off.abs().max() <= tolerance)
-            z = layout_whole(a, 2, 48, 0.15, *asked)
+            z = layout_whole(a, 2, 48, asked)
             got = kernels.attend_whole(z, a, key, value, whole_rows(whole, 70)).float()
-            off = got - attend_both_ways(whole, a, key, value, 0.15, *asked)
+            off = got - attend_both_ways(whole, a, key, value, asked)
             yield bool(off.abs().max() <= tolerance)
 
 # %% ../../nbs/4_fast/21_attention.ipynb #c7a1e003-2
@@ -461,13 +450,13 @@ class KernelStep(PackedStep):
         if params.sinks is not None:
             params = params._replace(sinks=params.sinks.float().contiguous())
         if not self.batch.causal:
-            z = layout_whole(q, k.shape[1], v.shape[2], *params)
+            z = layout_whole(q, k.shape[1], v.shape[2], params)
             return self.kernels.attend_whole(z, q, k, v, self.whole)
         cache, K, V = self.cache, self.cache.keys[layer], self.cache.values[layer]
         alike = cache.shapes[layer], q.shape[1:], q.stride(), *params[:3], params.sinks is None
         z = self.layouts.get(alike)
         if z is None or params.sinks is not None:
-            z = self.layouts[alike] = layout(cache, layer, q, *params)
+            z = self.layouts[alike] = layout(cache, layer, q, params)
         self.kernels.write(z, k, v, K, V, self.slot_mapping)
         heads = q.shape[1] // K.shape[1], K.shape[1]  # to each KV head, and KV heads
         if heads not in self.worklists:

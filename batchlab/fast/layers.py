@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from .trial import AttentionSpec, layer_specs
 from ..errors import Unavailable
-from .native import ROWS, Activation, Layer, Linear, Norm, Shape
-from .packed import LinearView, address_of
+from .native import ROWS, Activation, Layer, Linear, Norm, Shape, asked_of
+from .packed import LinearView
 
 # %% ../../nbs/4_fast/layers.ipynb #6e421d88
 @dataclass(frozen=True)
@@ -399,7 +399,11 @@ def describe_heads(
     that the description leads to. Raises `Unavailable`."""
     if family.by_head and spec.heads != spec.kv_heads:
         raise Unavailable("its query heads share KV heads, and stand beside them")
-    kept = [] if spec.sinks is None else [spec.sinks.detach().float().contiguous()]
+    params = spec.params._replace(
+        scaling=spec.params.scaling * (attention.scaling if family.scaled else 1)
+    )
+    if params.sinks is not None:
+        params = params._replace(sinks=params.sinks.detach().float().contiguous())
     return Shape(
         spec.heads,
         spec.kv_heads,
@@ -407,11 +411,8 @@ def describe_heads(
         spec.dim_v,
         outputs,
         2 * spec.dim + spec.dim_v if family.by_head else spec.dim,
-        window=spec.window or 0,
-        scale=spec.scaling * (attention.scaling if family.scaled else 1),
-        softcap=spec.softcap or 0,
-        sinks=address_of(next(iter(kept), None)),
-    ), kept
+        **asked_of(params, spec.heads),
+    ), [] if params.sinks is None else [params.sinks]
 
 # %% ../../nbs/4_fast/layers.ipynb #89467803
 def describe_layer(
@@ -455,7 +456,9 @@ def describe_layer(
         z.act = activation_of(mlp, z.gate_up.outputs == 2 * z.down.inputs)
     z.shape, sinks = describe_heads(attention, family, spec, z.qkv.outputs)
     kept += sinks
-    unrotated = family.windows_only and not spec.window and getattr(config, "sliding_window", None)
+    unrotated = (
+        family.windows_only and not spec.params.window and getattr(config, "sliding_window", None)
+    )
     # whether; the tables say how many dims
     z.rotated = bool(rotations and getattr(attention, "use_rope", True) and not unrotated)
     z.exact = family.exact or bool(rotations and rotations.exact)

@@ -8,20 +8,21 @@ from __future__ import annotations
 # %% auto #0
 __all__ = ['FLAGS', 'SOURCE', 'NUMBERS', 'S', 'COLUMNS', 'STEP', 'ROWS', 'PARTS', 'SPARE', 'DTYPES', 'find_compiler',
            'compiler_flags', 'build', 'with_includes', 'ctype', 'signatures', 'fields', 'struct', 'Shape', 'Norm',
-           'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'row_addresses', 'Worklist', 'Kernels',
-           'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
+           'Linear', 'Activation', 'Experts', 'Layer', 'Step', 'address', 'asked_of', 'row_addresses', 'Worklist',
+           'Kernels', 'pack_weight', 'unpack_rows', 'pack_bytes', 'HugePages', 'IdleCores', 'limit_threads']
 
 # %% ../../nbs/4_fast/native.ipynb #042fc35f
 import contextlib, ctypes, hashlib, math, mmap, os, platform, re, shutil, subprocess, sys, tempfile, time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psutil
 import torch
 import torch.nn.functional as F
 
+from ..core.backend import AttentionParams
 from ..errors import CompileError, ModelError
 from ..machine import cache_dir, compiler_target, processor_flags
 
@@ -239,6 +240,17 @@ def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int
             f"{x.stride()}, {x.dtype} on {x.device}"
         )
     return x.data_ptr()
+
+
+def asked_of(params: AttentionParams, heads: int) -> dict[str, Any]:
+    "What a `Shape` says of the scores of so many `heads`. Its sinks are fp32; the caller keeps them."
+    sinks = params.sinks
+    return dict(
+        scale=params.scaling,
+        window=params.window or 0,
+        softcap=params.softcap or 0,
+        sinks=None if sinks is None else address(sinks, torch.float32, heads),
+    )
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e001
 def row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:

@@ -165,17 +165,13 @@ PASSED_ON = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer asks of attention. `dim`, `dim_v`: of a key and of a value. None for no
-    window, soft cap or sinks."""
+    "What a layer asks of attention. `dim`, `dim_v`: of a key and of a value."
 
     heads: int
     kv_heads: int
     dim: int
     dim_v: int
-    scaling: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None
+    params: AttentionParams
 
     @property
     def shape(self) -> Shape:
@@ -211,11 +207,11 @@ class LayerCalls:
         self.calls.append(
             (
                 layer,
-                AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], *params),
+                AttentionSpec(q.shape[1], k.shape[1], q.shape[3], v.shape[3], params),
             )
         )
         mask = "causal" if self.causal else both_ways(q.shape[2], params.window, q)
-        return attend(q, k, v, mask, params.scaling, params.softcap, params.sinks).transpose(1, 2)
+        return attend(q, k, v, mask, params).transpose(1, 2)
 
 # %% ../../nbs/4_fast/trial.ipynb #f3475c57
 def _record(
@@ -337,7 +333,9 @@ def layer_specs(
         raise Unavailable("it takes no position_ids")
     with why_not():
         specs = _record(model, probe_rows(model)[0], causal, hidden)
-        _check_windows(model.config.get_text_config(), [spec.window for spec in specs], causal)
+        _check_windows(
+            model.config.get_text_config(), [spec.params.window for spec in specs], causal
+        )
     return specs
 
 

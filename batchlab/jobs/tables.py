@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 # %% auto #0
 __all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_MARKS', 'ONLY_PADS', 'INT', 'FLOAT', 'TRUTH',
            'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS',
-           'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'READERS', 'Records', 'GROUP', 'Chunks', 'suffix_of',
-           'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text',
-           'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing',
+           'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'Records', 'GROUP', 'Chunks', 'suffix_of', 'file_kind',
+           'opener_of', 'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text', 'free_name',
+           'unique_names', 'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing',
            'MissingCell', 'formatted', 'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk',
            'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json', 'without_gaps', 'setting_of',
-           'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'kind_of', 'kind_of_text', 'type_of',
-           'cast', 'readable', 'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
+           'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'kind_of', 'type_of', 'cast',
+           'readable', 'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
 class Chunks(io.RawIOBase):
@@ -869,14 +869,6 @@ def kind_of(v: Any) -> str:
     return {bool: "bool", float: "double"}.get(type(v), "string")
 
 
-def kind_of_text(text: str | None) -> str:
-    "As `kind_of`, of a cell of a CSV: a number only where that is written again as `text` stands."
-    if not text:
-        return ""
-    kind = kind_of(found) if str(found := literal(text)) == text else "string"
-    return "big" if kind == "int64" else kind  # 1.0 is not written as 1
-
-
 def type_of(kinds: Collection[str]) -> str:
     "The Arrow type of a column whose values are of these `kinds`; '' if it holds nothing."
     kinds = {*kinds} - {""}
@@ -894,11 +886,6 @@ def cast(v: Any, name: str) -> Any:
 def readable(text: str) -> str:
     "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-READERS: dict[str, Callable[[str], Any]] = dict(  # of a CSV's cells, by the type of their column
-    int64=int, double=float, bool=TRUTH.get, string=readable
-)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e037
 Records = Callable[
@@ -973,14 +960,14 @@ class AnswerTable:
     # Types
     def _kind(self, column: str, v: Any) -> str:
         if column in self.text:
-            return kind_of_text(v)
+            return "string" if v else ""
         vectors = column not in self.names.columns and self.names.ours(column) in VECTORS
         return "list" if vectors and isinstance(v, list) else kind_of(v)
 
     def value(self, column: str, v: Any) -> Any:
         "Cell `v` of `column` as one of the column's type."
         if column in self.text:
-            return READERS[self.types[column]](v) if v else None
+            return readable(v) if v else None
         return cast(v, self.types[column])
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e038
