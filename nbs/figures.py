@@ -25,7 +25,7 @@ from batchlab.view.drawing import (
     mark_axis,
     scale,
     ticks,
-    written,
+    written_lines,
 )
 
 FOLDER = Path(__file__).resolve().parent / "measured"
@@ -100,7 +100,7 @@ def curves(
     marks = powers(x0, x1) if "x" in log else ticks(x0, x1)
     mark_axis(c, left, right, [(x(v), v) for v in marks], x_label)
     legend(c, left, list(zip(kinds, lines)))
-    written(c, left, caption)
+    written_lines(c, left, caption)
     at = lambda p: f"{p[1]:,.4g} at {p[0]:,.4g}"
     said = [
         f"{name}: "

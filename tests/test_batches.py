@@ -22,13 +22,13 @@ from helpers import ROOT, step_of, until
 from invariants import check_invariants
 from batchlab.view.tracefile import trace_of
 from batchlab.serve import batches
-from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
+from batchlab.serve.batches import ENDED_STATES, BatchRunner, BatchStore
 from batchlab.serve.batches import (
     create_file,
     get_batch,
     next_batch,
     open_file,
-    page_of,
+    page_of_objects,
     show_batch,
 )
 
@@ -153,7 +153,7 @@ class Server:
         until(lambda: self.show(id)["request_counts"]["completed"] >= 5)
 
     def wait(self, id, *states):
-        until(lambda: self.show(id)["status"] in (states or ENDED), 300)
+        until(lambda: self.show(id)["status"] in (states or ENDED_STATES), 300)
         return self.show(id)
 
     def run(self, lines, **more):
@@ -482,7 +482,7 @@ def test_lines_that_made_way_lose_nothing(server):
     id = server.submit(lines := long(16))
     until(lambda: llm().stats().running == 4)
     before = llm().stats().preemptions
-    while server.show(id)["status"] not in ENDED:
+    while server.show(id)["status"] not in ENDED_STATES:
         people(llm(), 3, 3)
     assert server.texts(server.wait(id)) == alone(lines)
     assert llm().stats().preemptions > before
@@ -858,7 +858,7 @@ def table(tmp_path_factory):
     with serving(folder) as server:
         for _ in range(3):
             server.run(asks(1))
-        known = page_of(server.store, "batch")
+        known = page_of_objects(server.store, "batch")
     return (folder / "state.sqlite").read_bytes(), known
 
 
@@ -880,7 +880,7 @@ def test_a_damaged_table_is_one_line(tmp_path, table, every):
             refused += 1
             assert "\n" not in str(e) and e.status == 2
         else:
-            assert page_of(store, "batch") == known
+            assert page_of_objects(store, "batch") == known
             store.close()
     assert refused > 5
 
@@ -1145,8 +1145,8 @@ def serve(folder, longer):
     "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
     store = BatchStore(folder)
     runner = BatchRunner(store, model(num_hidden_layers=1), model_name="tiny").start()
-    if not page_of(store, "batch")["data"]:  # as a client would, who finds the upload again
-        there = page_of(store, "file")["data"]
+    if not page_of_objects(store, "batch")["data"]:  # as a client would, who finds the upload again
+        there = page_of_objects(store, "file")["data"]
         runner.create(wish((there or [create_file(store, "in.jsonl", jsonl(mixed(longer)))])[0]))
     print("runs", flush=True)
     while next_batch(store):
@@ -1219,7 +1219,7 @@ class Forks:
 def records_in(folder):
     "The only batch that the store in `folder` has, and its records; no file may be left that belongs to nothing."
     store = BatchStore(folder)
-    [batch] = page_of(store, "batch")["data"]
+    [batch] = page_of_objects(store, "batch")["data"]
     own = [batch[k] for k in ("output_file_id", "error_file_id")]
     records = [json.loads(s) for id in own for s in open_file(store, id)]
     left = {p.name for p in (folder / "files").iterdir()}
@@ -1389,7 +1389,7 @@ def check_killed_online(folder, times, seed):
                 server.kill()
                 inside = 1 + kill_often(server, data, times - 1, seed)
                 server.ready()
-                while (done := client.batches.retrieve(batch.id)).status not in ENDED:
+                while (done := client.batches.retrieve(batch.id)).status not in ENDED_STATES:
                     time.sleep(0.1)
             finally:
                 talk.end()

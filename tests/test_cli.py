@@ -98,7 +98,7 @@ def test_what_needs_no_model_needs_no_torch(calls, status):
 
 def test_a_field_is_a_flag():
     "Each setting, argument of an engine and field of a job that has a comment, once."
-    from batchlab.cli.flags import fields_of
+    from batchlab.cli.flags import class_fields
 
     flags = {c: [a.dest for a in parser_of(c)._actions] for c in COMMANDS if c != "bench"}
     job = {"JobFields": "jobs/fields.py"}
@@ -111,7 +111,7 @@ def test_a_field_is_a_flag():
         ),
         (job, "run", "sampling_params model_name say spell"),
     ):
-        every = [f for part, path in classes.items() for f in fields_of(path, part)]
+        every = [f for part, path in classes.items() for f in class_fields(path, part)]
         found = {f.name for f in every if f.text} - {*less.split()}
         assert len(found) > 15 and found - {*flags[command]} <= {"prompt_logprob_start"}
     assert flags["embed"].count("prompt_column") == flags["plan"].count("input") == 1

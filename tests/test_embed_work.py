@@ -21,7 +21,7 @@ from batchlab.models.load import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pooling_params import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
-from batchlab.serve.batches import ENDED, BatchRunner, BatchStore
+from batchlab.serve.batches import ENDED_STATES, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
 from batchlab.jobs.journal import as_journal, from_journal, journal_of
 from batchlab.jobs.pooling import PoolingRequest
@@ -575,7 +575,7 @@ def test_a_batch_of_vectors(tmp_path, encoder):
         how = dict(endpoint="/v1/embeddings", completion_window="24h")
         batch = web.post("/v1/batches", json=dict(input_file_id=file, **how)).json()["id"]
         state = lambda: web.get(f"/v1/batches/{batch}").json()
-        until(lambda: state()["status"] in ENDED)
+        until(lambda: state()["status"] in ENDED_STATES)
         b = state()
         assert b["status"] == "completed"
         assert b["request_counts"] == dict(total=2, completed=1, failed=1)

@@ -9,7 +9,13 @@ import torch
 from batchlab import LLM, SamplingParams
 from batchlab.errors import Unavailable
 from batchlab.fast import fused, grouped as B
-from batchlab.fast.grouped import FORMS, GroupedLinear, Groups, dequantize_blocks, form_of
+from batchlab.fast.grouped import (
+    GROUP_FORMS,
+    GroupedLinear,
+    Groups,
+    dequantize_blocks,
+    group_form_of,
+)
 from batchlab.fast.grouped import grouped_product, pack_blocks, pack_groups, panel_table
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.packed import PackedLinear, densify, plain_weight
@@ -123,15 +129,15 @@ def test_the_kernels_read_blocks_as_torch_does(form, dtype):
     for at in (slice(None), slice(3, 40), torch.tensor([69, 0, 0]), slice(0, 0)):
         assert torch.equal(dequantize_blocks(kernels, weight, at), plain[at])
     groups = Groups(*weight.groups())
-    panels = pack_groups(groups, form_of(groups), kernels, dtype)
+    panels = pack_groups(groups, group_form_of(groups), kernels, dtype)
     assert torch.equal(pack_blocks([weight], kernels, dtype), panels)
 
 
 def test_every_form_of_files_has_one_in_the_kernels():
     for form in G.QUANT_TYPES:
         groups = Groups(*grouped(form, 32, 256, torch.float32).groups())
-        found = form_of(groups)
-        assert found is not None and found in FORMS
+        found = group_form_of(groups)
+        assert found is not None and found in GROUP_FORMS
         packed = pack_groups(groups, found, load_kernels(), torch.float32)
         assert packed.shape == (1, 256 // found.group, found.nbytes)
 
@@ -395,9 +401,9 @@ def test_ways_that_know_no_groups_get_plain_numbers(file_of, options):
 def test_what_does_not_fit_is_refused():
     kernels, w = load_kernels(), grouped("Q8_0", 64, 96, torch.float32)
     groups = Groups(*w.groups())
-    assert form_of(groups._replace(scales=groups.scales[:, :2].repeat(1, 2))) is None
-    assert form_of(groups._replace(scales=groups.scales.bfloat16())) is None
-    form = form_of(groups)
+    assert group_form_of(groups._replace(scales=groups.scales[:, :2].repeat(1, 2))) is None
+    assert group_form_of(groups._replace(scales=groups.scales.bfloat16())) is None
+    form = group_form_of(groups)
     panels = pack_groups(groups, form, kernels, torch.float32)
     table = panel_table([(panels, form.index)])
     with pytest.raises(TypeError, match="70 outputs have 3 panels"):

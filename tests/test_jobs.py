@@ -842,9 +842,9 @@ def test_a_line_of_the_other_form_says_so(tmp_path, job, first):
 def test_answers_of_older_jobs_are_known():
     "What names a line or a row in a file of answers is what it always was."
     from batchlab.jobs.lines import digest_of
-    from batchlab.jobs.tables import Row
+    from batchlab.jobs.tables import AskedRow
 
-    assert [digest_of(raw) for raw in (b"{}", Row("a"))] == ["d905e156", "5eae67b9"]
+    assert [digest_of(raw) for raw in (b"{}", AskedRow("a"))] == ["d905e156", "5eae67b9"]
 
 
 def test_plain_lines_end_to_end(tmp_path, job):

@@ -12,7 +12,7 @@ pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")  # fo
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.jobs.settings import BadRequest
-from batchlab.serve.messages import chat_body
+from batchlab.serve.messages import chat_of_message
 from helpers import until
 from test_server import CHAT, TALK, nothing_left, paused_after, serving, thread
 
@@ -379,7 +379,7 @@ def test_a_result_is_the_message_of_a_tool(tools):
 
 def test_a_system_message_between_a_call_and_its_result_moves_behind_it():
     note = dict(role="system", content="Be brief.")
-    chat = chat_body(ASK | dict(messages=[*CALLED, note, user([RESULT])]))
+    chat = chat_of_message(ASK | dict(messages=[*CALLED, note, user([RESULT])]))
     assert [m["role"] for m in chat["messages"]] == ["user", "assistant", "tool", "system"]
 
 
@@ -389,14 +389,14 @@ def test_a_system_message_between_calls_and_results_in_two_messages_moves_behind
     results = [user([dict(type="tool_result", tool_use_id=i, content=i)]) for i in "ab"]
     for more in ([], [assistant("Well.")]):
         talk = [user("Hello"), assistant(calls), note, *results, *more]
-        roles = [m["role"] for m in chat_body(ASK | dict(messages=talk))["messages"]]
+        roles = [m["role"] for m in chat_of_message(ASK | dict(messages=talk))["messages"]]
         assert roles[:5] == ["user", "assistant", "tool", "tool", "system"]
 
 
 def test_a_note_about_billing_is_left_out_of_the_system_prompt_alone():
     note = "x-anthropic-billing-header: cc_version=1;"
     body = ASK | dict(messages=[user(note)])
-    of = lambda system: chat_body(body | dict(system=system))["messages"]
+    of = lambda system: chat_of_message(body | dict(system=system))["messages"]
     asked = dict(role="user", content=note)
     assert of(text(note, "Be brief.")) == [dict(role="system", content="Be brief."), asked]
     assert of(note) == of(text(note)) == of(f"{note}\n\n") == [asked]
@@ -636,7 +636,7 @@ def test_drawn_bodies_get_an_answer_or_an_error_that_names_what_is_wrong(tools, 
 @given(BODIES)
 def test_drawn_bodies_are_read_or_refused_in_one_line(body):
     try:
-        chat = chat_body(dict(ASK) | body)
+        chat = chat_of_message(dict(ASK) | body)
     except BadRequest as e:
         assert "\n" not in str(e)
     else:

@@ -12,7 +12,7 @@ from batchlab.fast.layers import FAMILIES
 from batchlab.fast.packed import PackedEmbedding, PackedLinear
 from batchlab.fast.int8 import Int8Linear, module_places, put_module
 from batchlab.fast.kernels import KernelBackend
-from batchlab.fast.modules import ChosenExperts, PackedNorm, kind_of, norm_like, open_backend
+from batchlab.fast.modules import ChosenExperts, PackedNorm, module_kind, norm_like, open_backend
 from batchlab.fast.native import DTYPES, HugePages
 from batchlab.api import LLM
 from batchlab.models import tiny_model
@@ -65,7 +65,7 @@ def test_logits_are_the_models_own(kernels, family, dtype):
     shapes = kv_layout(model)  # of an fp32 model: in bf16 its own check may fail
     want, before = plain(model.to(dtype), shapes), state(model)
     backend = opened(model, shapes)
-    kinds = {m: kind_of(m) for m in model.modules()}
+    kinds = {m: module_kind(m) for m in model.modules()}
     known = {m for m, kind in kinds.items() if kind and kind not in STAY.get(family, ())}
     assert {m for *_, m, _ in backend.modules.swaps} == known
     assert all(type(new) is NEW[kinds[m]] for *_, m, new in backend.modules.swaps)
@@ -132,7 +132,7 @@ def test_weights_go_as_they_are_packed(kernels, monkeypatch):
     big = [
         weakref.ref(p.untyped_storage())
         for mod in model.modules()
-        if kind_of(mod) in ("linear", "experts")
+        if module_kind(mod) in ("linear", "experts")
         for p in mod.parameters()
         if p.ndim > 1
     ]
@@ -254,7 +254,7 @@ def test_a_shared_module_is_replaced_in_all_its_places(kernels):
 
 def test_nothing_to_replace_and_a_trial_that_fails(kernels, monkeypatch):
     model = tiny_model("ministral3")
-    for m, places in module_places(model, kind_of).items():
+    for m, places in module_places(model, module_kind).items():
         put_module(places, Other(m))
     with pytest.raises(Unavailable, match="^$"):
         opened(model)

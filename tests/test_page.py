@@ -9,7 +9,7 @@ pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
 pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
 httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
 
-from batchlab.cli import page_of
+from batchlab.cli import page_from_args
 from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.serve import page as page_module
@@ -315,8 +315,8 @@ def test_the_policy_allows_this_script_and_no_other(s):
 
 
 def test_the_flag():
-    assert page_of(parse_args(["serve", "--no-page"]), None) == [] and [
-        r.path for r in page_of(parse_args(["serve"]), None)[0].routes
+    assert page_from_args(parse_args(["serve", "--no-page"]), None) == [] and [
+        r.path for r in page_from_args(parse_args(["serve"]), None)[0].routes
     ] == ["/", "/page/events"]
 
 

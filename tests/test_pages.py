@@ -19,7 +19,7 @@ from batchlab.jobs.schema import parse_online
 from batchlab.jobs.settings import BadRequest
 from batchlab.jobs.tables import encoding_of
 from batchlab.models import encode_chat, load_model, tiny_model, tiny_tokenizer
-from batchlab.serve.messages import chat_body
+from batchlab.serve.messages import chat_of_message
 
 SEEN = ("93_recipes", "80_tasks")  # whose outputs are answers of a model, or have no tables
 PAGES = [
@@ -220,11 +220,11 @@ DENIED = {
         line, ASKED, ("stream", True), *KEPT
     ),
     "`cache_control`, `metadata`": lambda _: (
-        chat_body(MESSAGE | dict(metadata=dict(user_id="a"), service_tier="auto"))
-        == chat_body(MESSAGE)
+        chat_of_message(MESSAGE | dict(metadata=dict(user_id="a"), service_tier="auto"))
+        == chat_of_message(MESSAGE)
     ),
     "400 from `/v1/messages`": lambda _: refused(
-        chat_body, MESSAGE, ("container", "a"), ("mcp_servers", [{"url": "a"}])
+        chat_of_message, MESSAGE, ("container", "a"), ("mcp_servers", [{"url": "a"}])
     ),
     "Encoder-decoders, images and sound": no_other_kinds,
     "`chat_template_kwargs` are variables of the template": no_field_inside,

@@ -26,7 +26,7 @@ from batchlab.core.runners import PackedRunner, check_batch
 from batchlab.core.scheduler import Scheduler
 from batchlab.errors import BatchError, Unavailable
 from batchlab.fast.kernels import shared_prefixes
-from batchlab.fast.trial import can_pack, kv_layout
+from batchlab.fast.trial import runs_packed, kv_layout
 from batchlab.llm.rectangle import PaddedRunner, PaddedScheduler, SoloRunner
 from batchlab.models import TINY_ARCHS, max_model_len, tiny_model
 from helpers import ROOT, generated, oracle
@@ -143,8 +143,10 @@ def test_which_families_run_packed(name):
 
 
 def test_dtypes_dropout_and_one_head():
-    assert can_pack(tiny_model("llama").to(torch.bfloat16)) and not can_pack(tiny_model("mamba"))
-    assert can_pack(tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train())
+    assert runs_packed(tiny_model("llama").to(torch.bfloat16)) and not runs_packed(
+        tiny_model("mamba")
+    )
+    assert runs_packed(tiny_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5).train())
     assert kv_layout(tiny_model("gpt_bigcode")) == [(1, 16, 16)] * 2
 
 

@@ -33,7 +33,7 @@ from batchlab.core.sampling import (
     ban_,
     bias_,
     count_,
-    draw,
+    draw_ids,
     obey_,
     probabilities,
     processed_logits,
@@ -305,11 +305,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     "With 7 degrees of freedom the statistic stays below 24.3 in 999 runs of 1000."
     eight = torch.tensor([0.4, 0.2, 0.1, 0.1, 0.08, 0.06, 0.04, 0.02])
     u = torch.rand(20_000, dtype=torch.float64, generator=seeded(0))
-    assert chi_square(draw(eight.expand(20_000, 8), u), eight) < 24.3
-    assert chi_square(draw(eight.expand(20_000, 8), u**1.1), eight) > 24.3  # not uniform
+    assert chi_square(draw_ids(eight.expand(20_000, 8), u), eight) < 24.3
+    assert chi_square(draw_ids(eight.expand(20_000, 8), u**1.1), eight) > 24.3  # not uniform
     first = lambda s: torch.rand((), dtype=torch.float64, generator=seeded(s)).item()
     firsts = torch.tensor([first(s) for s in range(4_000)], dtype=torch.float64)
-    assert chi_square(draw(eight.expand(4_000, 8), firsts), eight) < 24.3
+    assert chi_square(draw_ids(eight.expand(4_000, 8), firsts), eight) < 24.3
 
 
 def test_steps_draw_what_temperature_and_filters_leave():

@@ -149,7 +149,7 @@ def actor(tries):
 )
 def test_what_a_worker_runs(folder, digest, enough, begun, answers, trouble):
     engine, tries = ("nowhere", dict(model=folder, dtype="fp32", max_num_seqs=4)), Tries(2)
-    own = model_digest(scaleout.about(*engine))
+    own = model_digest(scaleout.engine_facts(*engine))
     for _ in range(begun):
         tries.begin(7)
     worker = LineWorker(Job("-"), engine, digest or own, actor(tries), enough)
@@ -385,10 +385,10 @@ def test_what_is_gone_says_what_to_do(capsys):
     ],
 )
 def test_rows_of_a_batch_are_read_as_those_of_tables(row, names, options):
-    assert scaleout.line_of(1, dict(prompt="a") | row, setting_columns=names).options == options
+    assert scaleout.line_of_row(1, dict(prompt="a") | row, setting_columns=names).options == options
 
 
 @pytest.mark.parametrize("row, word", [(dict(max_tokns=4), "max_tokens"), (dict(n=2), "several")])
 def test_a_row_of_a_batch_that_can_not_run(row, word):
-    _, why = scaleout.line_of(1, dict(prompt="a") | row, setting_columns=[*row]).failure
+    _, why = scaleout.line_of_row(1, dict(prompt="a") | row, setting_columns=[*row]).failure
     assert word in why

@@ -11,7 +11,7 @@ from batchlab.core import scheduler
 from batchlab.core.batch import make_batch
 from batchlab.core.blocks import Block, BlockIndex, BlockPool, Hit, KVBudget
 from batchlab.core.hashes import chunk_hashes
-from batchlab.core.request import Count, Request, Row, RowOutput, StepPlan
+from batchlab.core.request import CountTask, Request, Row, RowOutput, StepPlan
 from batchlab.core.scheduler import Scheduler, SlotTable, _append
 from batchlab.llm.rectangle import PaddedScheduler
 from helpers import ROOT, step_of
@@ -573,7 +573,7 @@ def test_rows_of_a_plan():
     batch = make_batch(plan, block_size=4)
     assert [(r.samples, r.num_logits) for r in plan.rows] == [(True, 1), (True, 1), (False, 0)]
     assert (plan.num_tokens, batch.logits_at) == (5, [0, 1])
-    asks = Request("asks", [5, 6, 7, 8, 9], task=Count(3))  # how likely was its last token?
+    asks = Request("asks", [5, 6, 7, 8, 9], task=CountTask(3))  # how likely was its last token?
     rows = Row(asks, 0, 5).num_logits, Row(asks, 0, 3).num_logits
     assert (asks.first_logits, *rows) == (3, 2, 0)
     later = Request(

@@ -415,9 +415,9 @@ def defaults_in_readme():
 
 def test_defaults_are_as_readme_and_help_say():
     from batchlab.cli.flags import parser_of
-    from batchlab.jobs.lines import DEFAULTS
+    from batchlab.jobs.lines import LINE_DEFAULTS
 
-    settings = [vars(SamplingParams()), *(DEFAULTS[k] for k in ("plain", "chat", "text"))]
+    settings = [vars(SamplingParams()), *(LINE_DEFAULTS[k] for k in ("plain", "chat", "text"))]
     forms = [(f"{d['temperature']:g}", d["max_tokens"]) for d in settings]
     assert defaults_in_readme() == [(t, str(n or "up to the context")) for t, n in forms]
     (t, n), (own_t, own_n) = forms[:2]

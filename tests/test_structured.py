@@ -1023,16 +1023,16 @@ def test_forms_of_response_format():
 
 
 def test_a_form_from_a_file(tmp_path):
-    from batchlab.cli.flags import json_value
+    from batchlab.cli.flags import json_argument
 
     (tmp_path / "form.json").write_text(json.dumps(dict(json=PERSON)), encoding="utf-8")
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
-    assert json_value(f"@{tmp_path / 'form.json'}") == dict(json=PERSON)
-    assert json_value('{"regex": "a"}') == dict(regex="a")
+    assert json_argument(f"@{tmp_path / 'form.json'}") == dict(json=PERSON)
+    assert json_argument('{"regex": "a"}') == dict(regex="a")
     for bad, why in (
         (f"@{tmp_path / 'none.json'}", "can not be read"),
         (f"@{tmp_path / 'bad.json'}", "not JSON"),
         ("{", "not JSON"),
     ):
         with pytest.raises(Exception, match=why):
-            json_value(bad)
+            json_argument(bad)

@@ -26,7 +26,7 @@ from batchlab.jobs.tables import (
     TableFile,
     Template,
     file_kind,
-    kind_of,
+    value_kind,
     readable,
     literal,
     opener_of,
@@ -618,7 +618,7 @@ def test_index_and_types_of_pandas_survive_where_names_clash():
 
 
 def test_what_arrow_can_not_hold_comes_back():
-    assert type_of(map(kind_of, [1, 2**70])) == "string" and literal("1１") == "1１"
+    assert type_of(map(value_kind, [1, 2**70])) == "string" and literal("1１") == "1１"
     Path("in.csv").write_bytes(b"prompt,caf\xe9\na,1\n")
     answered("in.csv", "a.parquet")
     assert "caf\ufffd" in pq.read_table("a.parquet").column_names

@@ -20,7 +20,7 @@ from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.runners import PackedRunner
 from batchlab.core.params import SamplingParams
 from batchlab.view.trace import Recorder, StepLog
-from batchlab.view.tracefile import LEDGER, PARTS, Row, Run, Trace, slot_runs
+from batchlab.view.tracefile import LEDGER_FIELDS, PARTS, TraceRow, SlotRun, Trace, slot_runs
 from helpers import greedy, ids
 
 MODELS = {}
@@ -106,7 +106,7 @@ def agrees(trace, llm, ledger=None):
     t, steps, requests, stats = trace.totals, trace.steps, trace.requests, vars(llm.stats())
     assert vars(trace.ledger) == (ledger or vars(llm.ledger))
     assert {k: t[k] for k in TOTALS} == {k: stats[k] for k in TOTALS}
-    for k in LEDGER:
+    for k in LEDGER_FIELDS:
         assert sum(s[k] for s in steps) == t[k], k
     for k in ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions"):
         assert sum(r[k] for r in requests) == t[k], k
@@ -186,7 +186,9 @@ def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
             if at == steps:
                 llm.cancel(str(i))
         assert steps < 2000
-    ledger = vars(Ledger(*(getattr(llm.engines.past, k) + getattr(llm.ledger, k) for k in LEDGER)))
+    ledger = vars(
+        Ledger(*(getattr(llm.engines.past, k) + getattr(llm.ledger, k) for k in LEDGER_FIELDS))
+    )
     agrees(llm.recorder, llm, ledger)
     assert not llm.recorder.request_log.here
     assert {r["id"]: "".join(r["pieces"]) for r in llm.recorder.requests} == texts
@@ -425,7 +427,7 @@ def test_many_steps_become_few_shapes():
     assert len(steps) > 4000
     svg = pictures.timeline(long).svg
     assert parsed(svg) and len(svg) < 150_000
-    busy = [Run(i, i + 1, "prefill", i) for i in range(10_000)]
+    busy = [SlotRun(i, i + 1, "prefill", i) for i in range(10_000)]
     c = Canvas()
     pictures.draw_lanes(c, {("packed", slot): busy for slot in range(24)}, 58, 844, 17)
     assert len(c.under["prefill"]) <= 24 * 400
@@ -445,7 +447,7 @@ def test_lanes_say_what_the_steps_say():
         assert all(a.end <= b.first for a, b in pairwise(lane))
         at = {i: run for run in lane for i in range(run.first, run.end)}
         for i, s in enumerate(trace.steps):
-            rows = {row[0]: (Row(*row).phase, row[1]) for row in s["rows"]}
+            rows = {row[0]: (TraceRow(*row).phase, row[1]) for row in s["rows"]}
             if slot in rows:
                 assert (at[i].kind, at[i].request) == rows[slot]
             elif slot >= s["slots"]:

@@ -10,14 +10,14 @@ from batchlab import LLM, SamplingParams
 from batchlab.core.sampling import SamplingRow, sample
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.tasks.verify import (
-    Answer,
+    CheckedAnswer,
     check_answer,
     check_end,
     could_draw,
     gap_to,
     replay,
     verify,
-    why_not,
+    why_not_compared,
 )
 from helpers import longrope, oracle
 
@@ -65,7 +65,7 @@ def test_tokens_are_drawn_again():
     logits = replay(llm.model, [5, 6, 7], c.token_ids)
 
     def again(out, logits=logits):
-        first = Answer(llm.loaded, out, c).row()
+        first = CheckedAnswer(llm.loaded, out, c).row()
         rows = [replace(first, output_ids=c.token_ids[:t]) for t in range(6)]  # one generator
         return sample(logits, rows).token_ids
 
@@ -77,7 +77,7 @@ def test_how_an_answer_ended():
     llm = an_llm()
     out, c = one("Hello", seed=1, max_tokens=80, temperature=1.5, stop=list("aeiou"))
     assert (c.finish_reason, len(c.token_ids) < 80) == ("stop", True)
-    found = lambda **change: check_end(Answer(llm.loaded, out, replace(c, **change)))
+    found = lambda **change: check_end(CheckedAnswer(llm.loaded, out, replace(c, **change)))
     assert not found()
     gone = dict(stop_reason=None, token_ids=c.token_ids[:-1])
     assert not found(finish_reason="cancelled", **gone)
@@ -107,7 +107,7 @@ def some_that_failed():
 
 def test_what_can_not_be_compared_is_skipped():
     llm, outs = some_that_failed()
-    assert [why_not(o) is None for o in outs] == [True, False, False, False, True, False]
+    assert [why_not_compared(o) is None for o in outs] == [True, False, False, False, True, False]
     said = "2 of 6 requests, 8 tokens: all equal; 4 skipped"
     nothing = "0 of 3 requests, 0 tokens: nothing to compare; 3 skipped"
     assert (str(llm.verify(outs)), str(llm.verify(outs[1:4]))) == (said, nothing)

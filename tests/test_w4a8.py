@@ -6,7 +6,14 @@ from batchlab import LLM, SamplingParams
 from batchlab.fast.trial import kv_layout
 from batchlab.errors import ParamError, Unavailable, UnsupportedModelError
 from batchlab.fast.fused import fuse
-from batchlab.fast.grouped import BLOCKS, FORMS, Groups, form_of, pack_blocks, pack_groups
+from batchlab.fast.grouped import (
+    BLOCKS,
+    GROUP_FORMS,
+    Groups,
+    group_form_of,
+    pack_blocks,
+    pack_groups,
+)
 from batchlab.fast.int8 import Int8Linear
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.modules import ModuleBackend
@@ -78,7 +85,7 @@ def test_panels_are_packed_from_the_bytes_of_a_file(form, monkeypatch):
     kernels = load_kernels()
     weights = [random_weight(form, n, torch.float32) for n in (64, 32, 6)]
     groups = [Groups(*w.groups()) for w in weights]
-    kind = form_of(groups[0])
+    kind = group_form_of(groups[0])
     names = "numbers", "scales", "offsets"
     joined = {k: [getattr(g, k) for g in groups if getattr(g, k) is not None] for k in names}
     all_of_it = groups[0]._replace(**{k: torch.cat(t) for k, t in joined.items() if t})
@@ -207,7 +214,7 @@ def test_wrong_kernels_are_noticed():
     kernels = load_kernels()
 
     found = [*quads_right(kernels)]
-    assert all(found) and len(found) == 2 * len(FORMS) + len(BLOCKS)
+    assert all(found) and len(found) == 2 * len(GROUP_FORMS) + len(BLOCKS)
 
     def checks(name, change):
         "What is found of kernels of which `name` is called otherwise."

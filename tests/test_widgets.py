@@ -11,7 +11,7 @@ W = pytest.importorskip("ipywidgets", reason="needs ipywidgets: pip install 'bat
 from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
-from batchlab.view.widgets import LiveView, Panel, Watch, live
+from batchlab.view.widgets import LiveView, WidgetBox, Watch, live
 
 from helpers import BOOK
 
@@ -32,7 +32,7 @@ def llm(model):
     OTHERS.update(threading.enumerate())  # of files that ran before in this process
     llm = LLM(model, tiny_tokenizer(), max_num_seqs=2, compile=False)
     yield llm
-    for panels in list(Panel.made.values()):
+    for panels in list(WidgetBox.made.values()):
         for p in list(panels):
             p.close()
     assert until(lambda: not own_threads()), "a thread was left behind"
@@ -160,7 +160,7 @@ def test_run_again_leaves_nothing(llm):
     del views[:3], v
     assert until(lambda: gc.collect() >= 0 and gone() is None, 5), "a closed view is still held"
     views[-1].close()
-    assert llm.stats().slots_in_use == 0 and Panel.made["one cell"] == []
+    assert llm.stats().slots_in_use == 0 and WidgetBox.made["one cell"] == []
 
 
 def test_a_cancel_that_comes_too_late_leaves_no_thread(llm, monkeypatch):

@@ -78,11 +78,11 @@ from batchlab.tasks.lora import (
     check_modules,
     open_for,
 )
-from ..tasks.plan import in_order, make_plan
+from ..tasks.plan import queue_order, make_plan
 from batchlab.tasks.pooling import (
     Pooler,
     PoolOptions,
-    encode,
+    encode_states,
     pool_prompts,
     pooler_of,
     reward,
@@ -434,7 +434,7 @@ class LLM:
         "What becomes of `prompts`, as it comes. Closing it cancels what is left."
         self.loop.check_outside()
         groups = self.admit(prompts)
-        yield from self.loop.run(in_order(self.settings, groups) if longest_first else groups)
+        yield from self.loop.run(queue_order(self.settings, groups) if longest_first else groups)
 
     # hidden states: vLLM's names, arguments and results
 
@@ -465,7 +465,7 @@ class LLM:
         options = PoolOptions(use_tqdm, lora_request, tokenization_kwargs, prompt_name)
         return pool_prompts(self, "embed", prompts, pooling_params, options)
 
-    def encode(
+    def encode_states(
         self,
         prompts: Prompts,
         pooling_params: PoolingEach = None,
@@ -481,7 +481,7 @@ class LLM:
         'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and
         `positions` of `pooling_params` `[L, n, E]`."""
         options = PoolOptions(use_tqdm, lora_request, tokenization_kwargs, raw=True)
-        return encode(self, prompts, pooling_params, pooling_task, options)
+        return encode_states(self, prompts, pooling_params, pooling_task, options)
 
     def classify(
         self,

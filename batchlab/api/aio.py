@@ -21,7 +21,7 @@ from batchlab.llm.inputs import (
     Params,
     Prompt,
     Settings,
-    Talk,
+    Conversation,
     chat_options,
     read_prompt,
     settings_for,
@@ -382,7 +382,7 @@ class AsyncLLM:
 
     def chat(
         self,
-        messages: Talk,
+        messages: Conversation,
         sampling_params: Params | None = None,
         request_id: str | None = None,
         *,

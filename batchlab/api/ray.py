@@ -106,7 +106,7 @@ def _several(given: dict[str, Any]) -> bool:
     return (given.get("n") or 1) != 1 or given.get("logprobs") is not None
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #5867c1db-1
-def line_of(
+def line_of_row(
     number: int,
     row: dict,
     prompt_column: str = "prompt",
@@ -211,7 +211,7 @@ class BatchLLM:
         how = PoolingParams.of(None if embed is True else embed, "embed") if embed else None
         self.names, self.numbers = _VECTOR if embed else _TEXT, itertools.count(1)
         self.read = partial(
-            line_of,
+            line_of_row,
             prompt_column=prompt_column,
             chat=chat,
             system=system,
@@ -351,7 +351,7 @@ def engine_in(folder: str, llm: dict[str, Any]) -> LLM:
     return batchlab.LLM(**llm)
 
 
-def about(folder: str, llm: dict[str, Any]) -> SimpleNamespace:
+def engine_facts(folder: str, llm: dict[str, Any]) -> SimpleNamespace:
     "What a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
     engine = engine_in(folder, llm)
     known, template = engine.adapters, getattr(engine.tokenizer, "chat_template", None)
@@ -442,7 +442,7 @@ def count_usage(result: JobResult, record: dict[str, Any]) -> None:
     result.cached_tokens += cached
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #job00014
-WINDOW = 20_000  # rows of a dataset, which are in memory
+WINDOW_ROWS = 20_000  # rows of a dataset, which are in memory
 PASSED = "sampling_params", "timeout", "model_name", "postprocess"  # to workers
 ON_HEAD = dict(  # without which there is no cluster
     num_cpus=0,
@@ -482,7 +482,7 @@ class RayRun(Run):
             tries=ray.remote(**ON_HEAD)(Tries).remote(times),
             enough=(3 * workers + 8) * at_once,
         )
-        while some := [dict(row=i, lines=p) for i, p in itertools.islice(rows, WINDOW)]:
+        while some := [dict(row=i, lines=p) for i, p in itertools.islice(rows, WINDOW_ROWS)]:
             size = min(workers, len(some))
             most = min(at_once, math.ceil(len(some) / size))  # or the first takes a small file
             pool = data.ActorPoolStrategy(size=size, **dict.fromkeys(PER_ACTOR, most))
@@ -559,7 +559,7 @@ class RayJob(Job):
         cpus, gpus, device = resources_for(*asked, nodes)
         needs = dict(num_cpus=cpus, num_gpus=gpus)
         engine = os.getcwd(), self.llm | dict(device=device)
-        call = ray.remote(max_calls=1, **needs)(about).remote(*engine)
+        call = ray.remote(max_calls=1, **needs)(engine_facts).remote(*engine)
         if not ray.wait([call], timeout=60)[0]:
             room = f"{cpus:g} CPU and {gpus:g} GPU"
             self.say(f"no worker has its model yet: is there room for {room} each?")

@@ -604,7 +604,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise JobError(f"can't write {args.json} ({e.strerror or e})") from e
 
 # %% ../../nbs/9_bench/bench.ipynb #46e24ceb
-def prepare(args: argparse.Namespace, spare: str | Path) -> Setup:
+def prepare_setup(args: argparse.Namespace, spare: str | Path) -> Setup:
     """The `Setup` of the command; folder `spare` may get the model. Raises `BatchlabError`,
     `ValueError`."""
     check_arguments(args)

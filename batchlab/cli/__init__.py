@@ -13,7 +13,7 @@ from pathlib import Path
 from dataclasses import fields
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
-from .flags import bench_parser, fields_of, llm_names, parse_args, parser_of
+from .flags import bench_parser, class_fields, llm_names, parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
@@ -79,7 +79,7 @@ def log_as_notes() -> Iterator[None]:
         logger.propagate = propagate
 
 # %% ../../nbs/7_serve/cli.ipynb #f5ce3a1d
-def settings_of(args: Namespace) -> dict[str, Any]:
+def settings_from_args(args: Namespace) -> dict[str, Any]:
     "The sampling parameters that the command line gives. Raises `JobError`, `ParamError`."
     from batchlab.core.params import SETTINGS, SamplingParams
 
@@ -129,9 +129,9 @@ MARKS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ", ".parquet": b"P
 def kind_in(path: Path, text: bool, form: str | None) -> str:
     """How the name of file `path`, the content of a pipe, should end, by its own name or its
     first bytes. Raises `JobError`."""
-    from batchlab.jobs.tables import KINDS, OPENERS, opener_of
+    from batchlab.jobs.tables import SUFFIX_KINDS, OPENERS, opener_of
 
-    if {s.lower() for s in path.suffixes} & {*KINDS, *OPENERS}:
+    if {s.lower() for s in path.suffixes} & {*SUFFIX_KINDS, *OPENERS}:
         return ""
     start = path.read_bytes()[: 2**10]
     end = next((end for end, mark in MARKS.items() if start.startswith(mark)), "")
@@ -233,7 +233,7 @@ def check_given(args: Namespace) -> None:
 
         check_talks(find_model(args.model, weights=False))
     if args.command in ("generate", "run", "plan"):
-        args.settings = settings_of(args)
+        args.settings = settings_from_args(args)
 
 
 def load_llm(args: Namespace) -> LLM:
@@ -293,7 +293,7 @@ def traced(path: str | None, text: bool = True) -> Iterator[Callable[[LLM], LLM]
         yield watch
 
 # %% ../../nbs/7_serve/cli.ipynb #43bc3902
-def job_of(args: Namespace, kind: type[J], **more: Any) -> J:
+def job_from_args(args: Namespace, kind: type[J], **more: Any) -> J:
     "The job of this `kind` that the arguments ask for. Raises `BatchlabError`."
     if getattr(args, "dry_run", False):  # which needs no torch either
         model = "" if args.lora_modules else args.model or ""
@@ -328,7 +328,7 @@ def run_job(args: Namespace, llm: LLM | None = None) -> int:
     check_trace_path(args)
     text = args.command == "embed"
     with Signals(), input_file(args.input, text=text, form=args.form) as args.input:
-        job = ray_job(args) if args.ray and not args.dry_run else job_of(args, Job)
+        job = ray_job(args) if args.ray and not args.dry_run else job_from_args(args, Job)
         if args.dry_run:
             return print_plan(job.dry_run(), args)
         try:
@@ -382,7 +382,7 @@ def ray_job(args: Namespace) -> Job:
     from batchlab.api.ray import RayJob
 
     own = dict(num_cpus=args.ray_cpus, num_gpus=args.ray_gpus, address=args.ray_address)
-    return job_of(args, RayJob, workers=args.ray, llm=llm_options(args), **own)
+    return job_from_args(args, RayJob, workers=args.ray, llm=llm_options(args), **own)
 
 
 def plan_job(args: Namespace, llm: LLM | None = None) -> int:
@@ -392,7 +392,7 @@ def plan_job(args: Namespace, llm: LLM | None = None) -> int:
 
     args.embed = vectors_asked(args) if args.embed else None
     with input_file(args.input, text=bool(args.embed), form=args.form) as args.input:
-        job = job_of(args, Job)
+        job = job_from_args(args, Job)
         job.check()
         llm = llm or load_llm(args)
         if not (llm.loaded.can_generate or args.embed) and job.line_form == "plain":
@@ -424,15 +424,15 @@ def read_from(texts: Sequence[str], name: str | None, what: str) -> str:
 # %% ../../nbs/7_serve/cli.ipynb #dbf595b7
 def prompt_job(args: Namespace, path: str, name: str, signals: Signals) -> PromptJob:
     "The job of `batchlab generate`, whose file `name` is read from `path`. Raises `BatchlabError`."
-    from batchlab.cli.prompts import PromptJob, as_text, form_of
+    from batchlab.cli.prompts import PromptJob, as_text, prompts_form
     from batchlab.jobs.formats import as_json
 
-    return job_of(
+    return job_from_args(
         args,
         PromptJob,
         input=path,
         output="-",
-        form=form_of(path),
+        form=prompts_form(path),
         any_model=True,
         shown="standard input" if name == "-" else name,
         adapters=args.enable_lora or bool(args.lora_modules),
@@ -502,7 +502,7 @@ def vectors_asked(args: Namespace) -> PoolingRequest:
     from batchlab.llm.pooling_params import PoolingParams
 
     given = Namespace(
-        **{f.name: f.default for f in fields_of("cli/flags.py", "EmbedFlags")} | vars(args)
+        **{f.name: f.default for f in class_fields("cli/flags.py", "EmbedFlags")} | vars(args)
     )
     if not (given.dry_run or args.model):
         from batchlab.models.fetch import DEFAULT_EMBEDDING_MODEL
@@ -549,7 +549,7 @@ LOOPBACK = "127.0.0.1", "localhost", "::1"
 SPANS = "opentelemetry.instrumentation.auto_instrumentation"  # the command that makes them
 
 
-def page_of(args: Namespace, key: str | None) -> list[APIRouter]:
+def page_from_args(args: Namespace, key: str | None) -> list[APIRouter]:
     """The page of the server, unless it is switched off; without a `key` only for who calls the
     server by a name of its own."""
     if not args.page:
@@ -587,7 +587,7 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
             api_key=key,
             batches=store and BatchRunner(store, engine.llm, name, args.fail_whole, say=note),
             others=[] if args.served_model_name else [model],
-            routers=page_of(args, key),
+            routers=page_from_args(args, key),
             say=note if args.request_log else None,
             names=[socket.gethostname()] if local and key is None else None,
             origins=args.allowed_origins,

@@ -28,7 +28,7 @@ class Field(NamedTuple):
     text: str
 
 
-def fields_of(path: str, name: str) -> Iterator[Field]:
+def class_fields(path: str, name: str) -> Iterator[Field]:
     """The fields of class `name` in file `path` of the package, or the parameters of its
     `__init__` if it has one. The file is only read."""
     source = (pkgutil.get_data("batchlab", path) or b"").decode()
@@ -65,7 +65,7 @@ def argument(
     return read
 
 
-def plain_text(s: str) -> str:
+def utf8_argument(s: str) -> str:
     """The text that an argument is: UTF-8, also where the locale has no such letters and Python
     has let them pass undecoded."""
     try:
@@ -92,10 +92,12 @@ def origins_of(s: str) -> list[str]:
     return found
 
 
-def json_value(s: str) -> Any:
+def json_argument(s: str) -> Any:
     "The value that JSON `s` stands for, or that in the file after an @."
     try:
-        text = Path(s[1:]).read_text(encoding="utf-8-sig") if s.startswith("@") else plain_text(s)
+        text = (
+            Path(s[1:]).read_text(encoding="utf-8-sig") if s.startswith("@") else utf8_argument(s)
+        )
         return json.loads(text)
     except (OSError, UnicodeDecodeError) as e:
         raise argparse.ArgumentTypeError(f"{s[1:]} can not be read: {e}") from None
@@ -104,7 +106,7 @@ def json_value(s: str) -> Any:
 
 # %% ../../nbs/7_serve/flags.ipynb #79c049b6-1
 positive_int = argument("a whole number of at least 1", int, lambda n: n >= 1)
-whole_number = argument("a whole number of at least 0", int, lambda n: n >= 0)
+natural_argument = argument("a whole number of at least 0", int, lambda n: n >= 0)
 positive_float = argument("a number above 0", float, lambda x: 0 < x < math.inf)
 int_or_none = argument("a whole number or none", lambda s: None if s.lower() == "none" else int(s))
 port_number = argument("a port from 0 to 65535", int, lambda n: 0 <= n < 2**16)
@@ -113,7 +115,7 @@ byte_count = argument(
 )
 name_list = argument(
     "names with commas between them",
-    lambda s: [x for part in plain_text(s).split(",") if (x := part.strip())],
+    lambda s: [x for part in utf8_argument(s).split(",") if (x := part.strip())],
     bool,
 )
 origin_list = argument(
@@ -140,21 +142,21 @@ delimiter = argument(
 KINDS: dict[str, Any] = {  # what reads an argument, by the beginning of a type
     "bool": bool,
     "int": positive_int,
-    "Count": whole_number,
+    "Count": natural_argument,
     "float": positive_float,
     "File": str,
     "str | Path": str,
-    "str": plain_text,
-    "Texts": plain_text,
+    "str": utf8_argument,
+    "Texts": utf8_argument,
     "Sequence[str]": name_list,
     "Collection[int]": id_list,
     "AdapterModules": str,
-    "dict[int": json_value,
-    "StructuredOutputsParams": json_value,
+    "dict[int": json_argument,
+    "StructuredOutputsParams": json_argument,
 }
 EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too little
     model=str,
-    chat_template=plain_text,
+    chat_template=utf8_argument,
     dtype=("auto", "fp32", "bf16", "fp16", "float32", "bfloat16", "float16"),
     strategy=("continuous", "loop", "static", "bucketed", "prefix"),
     quantization=("int8", "w4a8"),
@@ -164,14 +166,14 @@ EXACT: dict[str, Any] = dict(  # by the name of a field, whose type says too lit
     kv_cache_bytes=byte_count,
     prefix_store_bytes=byte_count,
     memory=byte_count,
-    max_errors=whole_number,
+    max_errors=natural_argument,
     max_tokens=int_or_none,
     truncate_prompt_tokens=token_limit,
     delimiter=delimiter,
     port=port_number,
     allowed_origins=origin_list,
 )
-NAMES = dict(  # of flags that are not called as their field
+FLAG_NAMES = dict(  # of flags that are not called as their field
     input="-i --input",
     prompts_file="-i --prompts-file --input",
     output="-o --output",
@@ -214,7 +216,7 @@ def add_flag(parser: Any, f: Field, reads: Any, **common: Any) -> None:
         how["nargs"] = "+"
     how |= dict(help=text.replace("%", "%%")) | common
     if f.name not in PLACES:
-        names = NAMES.get(f.name, f"--{flag}").split()
+        names = FLAG_NAMES.get(f.name, f"--{flag}").split()
         parser.add_argument(*names, dest=f.name, required=f.default is ..., **how)
     elif f.kind == "Texts":
         parser.add_argument(f.name, **how | dict(nargs="*", action="store"))
@@ -231,9 +233,9 @@ def add_flags(
     kinds: dict[str, Any] = KINDS,
     **common: Any,
 ) -> None:
-    """Add a flag for each field that `fields_of` finds and that has a comment, as far as there
+    """Add a flag for each field that `class_fields` finds and that has a comment, as far as there
     is none for it yet; `only` these, or all `without` these."""
-    for f in fields_of(path, name):
+    for f in class_fields(path, name):
         words = re.match(r"Literal\[(.*?)\]", f.kind)
         kind = next((reads for start, reads in kinds.items() if f.kind.startswith(start)), None)
         reads = ast.literal_eval(f"{words[1]},") if words else EXACT.get(f.name, kind)
@@ -244,8 +246,8 @@ def add_flags(
 
 # %% ../../nbs/7_serve/flags.ipynb #cmdcls00
 File = str  # read as the system writes names, other text as UTF-8
-Texts = list[str]  # any number of arguments
-Count = int  # from 0 on
+Words = list[str]  # any number of arguments
+FromZero = int  # from 0 on
 
 
 class Command:
@@ -276,7 +278,7 @@ class SamplingFlags:
 class RayFlags:
     ray: int | None = None  # run on this many workers, each with the model
     ray_cpus: int | None = None  # cores for each worker (default: an equal share)
-    ray_gpus: Count | None = None  # GPUs for each worker (default: one if there are enough)
+    ray_gpus: FromZero | None = None  # GPUs for each worker (default: one if there are enough)
     # address of the cluster, or auto (default: start one on this machine)
     ray_address: str | None = None
 
@@ -288,8 +290,8 @@ class GenerateFlags(Command, SaidFlags, TracedFlags):
 
     A prompt that begins with a dash goes after --."""
 
-    prompts: Texts  # the prompts to answer
-    more_prompts: Texts | None = None  # the prompts, as a flag
+    prompts: Words  # the prompts to answer
+    more_prompts: Words | None = None  # the prompts, as a flag
     # file of prompts: text with one on each line, JSONL with prompt or messages, or a table; -
     # is standard input
     prompts_file: File | None = None
@@ -326,7 +328,7 @@ class EmbedFlags(Command, SaidFlags, TracedFlags):
     vectors. A text that fails is a row of NaN in an array. While a job runs, OUTPUT.batchlab holds
     what it needs to go on, unless the output is .jsonl, which is written as it goes."""
 
-    texts: Texts  # the texts
+    texts: Words  # the texts
     # file of texts: .txt with one on each line, JSONL with prompt, text or input, CSV, TSV,
     # Parquet, or lines for /v1/embeddings; also compressed as .gz; - is standard
     # input, which is read to its end first
@@ -376,7 +378,7 @@ class ServeFlags(Command, SaidFlags):
     fail_whole: bool = False
     # most answers under way; beyond it clients get status 429, and are told when to come back
     max_pending: int = 1024
-    drain: Count = 30  # seconds that answers may still take when the server is stopped
+    drain: FromZero = 30  # seconds that answers may still take when the server is stopped
     page: bool = True  # serve a page at /
     request_log: bool = True  # log a line for each request
 
@@ -497,7 +499,7 @@ def llm_names() -> list[str]:
     "The arguments of `LLM` that flags fill."
     return [
         f.name
-        for f in fields_of("llm/settings.py", "LLMSettings")
+        for f in class_fields("llm/settings.py", "LLMSettings")
         if f.name not in NO_FLAGS.split()
     ]
 
@@ -536,7 +538,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 # --truncate of `embed` without a number, maybe before a text
-ALONE = re.compile(r"--truncate(-prompt-tokens)? (?!(-?\d+|auto)\Z).*", re.S)
+TRUNCATE_ALONE = re.compile(r"--truncate(-prompt-tokens)? (?!(-?\d+|auto)\Z).*", re.S)
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
@@ -550,11 +552,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if command in ("generate", "embed"):
         cut = rest.index("--") if "--" in rest else len(rest)
         flags = [
-            f"{a}=auto" if command == "embed" and ALONE.fullmatch(f"{a} {b}") else a
+            f"{a}=auto" if command == "embed" and TRUNCATE_ALONE.fullmatch(f"{a} {b}") else a
             for a, b in itertools.pairwise([*rest[:cut], ""])
         ]
         parser.parse_intermixed_args(flags, args)  # flags may stand between prompts
-        after = [*map(plain_text, rest[cut + 1 :])]
+        after = [*map(utf8_argument, rest[cut + 1 :])]
         if command == "embed":
             args.texts = [*args.texts, *after]
         else:

@@ -9,7 +9,7 @@ import json, sys, tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..bench import machine, machine_line, parser, prepare, run_compare
+from ..bench import machine, machine_line, parser, prepare_setup, run_compare
 from ..errors import BatchlabError, OneLineParser, Option
 
 # %% auto #0
@@ -26,7 +26,7 @@ def main(
     try:
         args = (arguments or parser()).parse_args(argv)
         with tempfile.TemporaryDirectory() as spare:
-            setup, here = prepare(args, spare), machine(args.threads)
+            setup, here = prepare_setup(args, spare), machine(args.threads)
             print(
                 f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds "
                 f"{args.rounds}\n",

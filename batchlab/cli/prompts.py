@@ -20,7 +20,7 @@ from ..jobs.job import Job, LocalRun
 from ..jobs.progress import JobResult, Progress
 from ..jobs.journal import Ledgerbook, Outbox, StandardOutput
 from ..jobs.lines import JobLine, parse_line
-from ..jobs.tables import CONVERT, KINDS, OPENERS, UNNAMED, AnswerNames, opener_of
+from ..jobs.tables import CONVERT, SUFFIX_KINDS, OPENERS, UNNAMED, AnswerNames, opener_of
 
 if TYPE_CHECKING:
     from batchlab.llm.outputs import CompletionOutput
@@ -122,11 +122,11 @@ class PromptFile(StandardOutput):
         "Nothing: what was written is in the hands of the system."
 
 # %% ../../nbs/7_serve/prompts.ipynb #prm00014
-def form_of(path: str) -> str:
+def prompts_form(path: str) -> str:
     "Whether file `path`, if its name says nothing of it, has one prompt a line ('txt'), or 'plain' lines."
     p = Path(path)
     suffix = (p.with_suffix("") if p.suffix.lower() in OPENERS else p).suffix.lower()
-    if suffix in KINDS or suffix in CONVERT or not p.is_file():
+    if suffix in SUFFIX_KINDS or suffix in CONVERT or not p.is_file():
         return "plain"
     with opener_of(p)(p, "rb") as f:
         start = f.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()

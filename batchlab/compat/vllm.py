@@ -26,12 +26,15 @@ from ..llm.pooling_params import PoolingParams
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'RENAMED', 'GuidedDecodingParams', 'engine_options', 'LLM', 'SamplingParams', 'StructuredOutputsParams',
-           'PoolerConfig', 'PoolingParams', 'LoRARequest', 'RequestOutput', 'CompletionOutput', 'PoolingRequestOutput',
-           'EmbeddingRequestOutput', 'ClassificationRequestOutput', 'ScoringRequestOutput']
+__all__ = ['log', 'RENAMED_ARGUMENTS', 'GuidedDecodingParams', 'engine_options', 'LLM', 'SamplingParams',
+           'StructuredOutputsParams', 'PoolerConfig', 'PoolingParams', 'LoRARequest', 'RequestOutput',
+           'CompletionOutput', 'PoolingRequestOutput', 'EmbeddingRequestOutput', 'ClassificationRequestOutput',
+           'ScoringRequestOutput']
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00009
-RENAMED = dict(kv_cache_memory_bytes="kv_cache_bytes", override_pooler_config="pooler_config")
+RENAMED_ARGUMENTS = dict(
+    kv_cache_memory_bytes="kv_cache_bytes", override_pooler_config="pooler_config"
+)
 
 
 def engine_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +44,11 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     if idle:
         log.warning("without effect here: %s", ", ".join(f"{k}={v!r:.40}" for k, v in idle.items()))
     kept = {k: v for k, v in given.items() if k not in VLLM_ENGINE}
-    return {RENAMED.get(k, k): v for k, v in kept.items() if v is not None or k not in RENAMED}
+    return {
+        RENAMED_ARGUMENTS.get(k, k): v
+        for k, v in kept.items()
+        if v is not None or k not in RENAMED_ARGUMENTS
+    }
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00012
 class LLM(api.LLM):

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from .backend import AttentionParams, Step
+from .backend import AttentionParams, AttentionStep
 from .batch import Batch
 from ..errors import EngineError
 from .packing import Packed, ints
-from .cache import KVCache, Shape, is_run
+from .cache import KVCache, KVShape, is_run
 
 # %% auto #0
 __all__ = ['packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'PackedStep', 'TorchBackend']
@@ -28,14 +28,14 @@ class _Thread(threading.local):
     """What a thread is in the middle of: a step, the configs of its model, and which layers have
     attended."""
 
-    runs: tuple[Step | None, Sequence[Any], list[int], bool] = None, (), [], True
+    runs: tuple[AttentionStep | None, Sequence[Any], list[int], bool] = None, (), [], True
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def _runs(step: Step, configs: Sequence[Any], causal: bool = True) -> Iterator[None]:
+def _runs(step: AttentionStep, configs: Sequence[Any], causal: bool = True) -> Iterator[None]:
     """Inside, `step` attends for modules with one of `configs` that this thread calls, once for
     each layer."""
     before, _thread.runs = _thread.runs, (step, configs, [], causal)
@@ -151,7 +151,7 @@ def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Te
 @torch.inference_mode()
 def packed_forward(
     model: PreTrainedModel,
-    step: Step,
+    step: AttentionStep,
     packed: Packed,
     last: torch.Tensor | None = None,
     hidden: bool = False,
@@ -446,7 +446,7 @@ class TorchBackend:
     name, nbytes, masked, batch_invariant, adapters = "torch", 0, 0, False, None
 
     def __init__(
-        self, model: PreTrainedModel, shapes: Sequence[Shape], why: str = "", block_size: int = 64
+        self, model: PreTrainedModel, shapes: Sequence[KVShape], why: str = "", block_size: int = 64
     ) -> None:
         self.model, self.shapes, self.why, self.block_size = model, list(shapes), why, block_size
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from batchlab.core.cache import KVCache
 
 # %% auto #0
-__all__ = ['AttentionParams', 'Step', 'Backend']
+__all__ = ['AttentionParams', 'AttentionStep', 'Backend']
 
 # %% ../../nbs/2_core/backend.ipynb #c243b429
 class AttentionParams(NamedTuple):
@@ -26,7 +26,7 @@ class AttentionParams(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-class Step(Protocol):
+class AttentionStep(Protocol):
     "Attention of one step: what `packed_attention` calls in each layer."
 
     def attention(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVBudget', 'Block', 'common_length', 'Hit', 'BlockIndex', 'Tier', 'BlockPool']
+__all__ = ['KVBudget', 'Block', 'shared_length', 'Hit', 'BlockIndex', 'Tier', 'BlockPool']
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #blk00007
 import math
@@ -73,7 +73,7 @@ class Block:
     listed: bool = False  # whether it can be found
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #dbfc0171
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading items `a` and `b` share."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
@@ -176,7 +176,7 @@ class BlockIndex:
                 break
             held = self.blocks[i].token_ids
             if len(held) > n and held[n] == ids[n] and held[:n] == ids[:n]:
-                n, best = common_length(held, ids), i
+                n, best = shared_length(held, ids), i
         return n, best
 
 # %% ../../nbs/2_core/10b_blocks.ipynb #0d6252cc

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Shape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'KVCache']
+__all__ = ['KVShape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'KVCache']
 
 # %% ../../nbs/2_core/10_slots.ipynb #42a2e48d
 import contextlib, mmap, sys
@@ -19,11 +19,11 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from .batch import Batch
 
 # %% ../../nbs/2_core/10_slots.ipynb #7becdd64
-Shape = tuple[int, int, int]  # of a layer: KV heads, length of a key, length of a value
+KVShape = tuple[int, int, int]  # of a layer: KV heads, length of a key, length of a value
 
 
 @torch.inference_mode()
-def kv_shapes(model: PreTrainedModel) -> list[Shape]:
+def kv_shapes(model: PreTrainedModel) -> list[KVShape]:
     """For each layer of `model` that keeps keys and values:
     `(kv_heads, key head_dim, value head_dim)`.
 
@@ -88,7 +88,7 @@ class KVCache:
 
     def __init__(
         self,
-        shapes: Sequence[Shape],
+        shapes: Sequence[KVShape],
         num_blocks: int,
         block_size: int = 64,
         dtype: torch.dtype = torch.float32,

@@ -19,7 +19,7 @@ from .scheduler import Scheduler
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'in_order', 'Engine']
+__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'outputs_in_order', 'Engine']
 
 # %% ../../nbs/2_core/14_engine.ipynb #4de86b10
 def out_of_memory(e: BaseException) -> bool:
@@ -56,7 +56,7 @@ def parts_of(plan: StepPlan) -> list[StepPlan]:
     return found
 
 
-def in_order(
+def outputs_in_order(
     plan: StepPlan, parts: Sequence[StepPlan], outputs: Sequence[list[RowOutput]]
 ) -> list[RowOutput]:
     "The `outputs` of the rows of each of `parts`, in the order of `plan`."
@@ -120,7 +120,7 @@ class Engine:
             parts = parts_of(plan)
             outputs = list(map(self.execute, parts, repeat(len(parts) > 1)))
             self.mark("forward")
-            rows = in_order(plan, parts, list(map(take_rows, parts, outputs)))
+            rows = outputs_in_order(plan, parts, list(map(take_rows, parts, outputs)))
             self.mark("sample")
             moved = self.scheduler.update(plan, rows)
             self.num_steps += 1

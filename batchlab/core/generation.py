@@ -27,11 +27,11 @@ from batchlab.core.sampling import (
 from .text import Aside, Detokenizer
 
 # %% auto #0
-__all__ = ['Answer', 'Generation', 'make_request', 'append_prompt', 'sample_due', 'sample_rows']
+__all__ = ['WrittenAnswer', 'Generation', 'make_request', 'append_prompt', 'sample_due', 'sample_rows']
 
 # %% ../../nbs/2_core/generation.ipynb #gen00008
 @dataclass(eq=False)
-class Answer(Task):
+class WrittenAnswer(Task):
     "What a request that writes has so far; for the fields see `Generation`."
 
     row: SamplingRow
@@ -59,7 +59,7 @@ class Answer(Task):
         return text, request.output_ids[start:], logprobs
 
 # %% ../../nbs/2_core/generation.ipynb #b5693caf
-class Generation(Answer):
+class Generation(WrittenAnswer):
     """The task of writing text: tokens are sampled as `row` says, and `text` turns them into
     characters.
 

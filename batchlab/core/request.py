@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Task', 'Count', 'Request', 'Row', 'RowOutput', 'StepPlan', 'Proposer']
+__all__ = ['Task', 'CountTask', 'Request', 'Row', 'RowOutput', 'StepPlan', 'Proposer']
 
 # %% ../../nbs/2_core/10c_request.ipynb #req00007
 import contextlib
@@ -58,7 +58,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True)
-class Count(Task):
+class CountTask(Task):
     """A task that wants tokens, whatever they are, up to `max_tokens`: enough to try a scheduler
     with.
 
@@ -89,7 +89,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     index: int = 0
     adapter: int = 0
-    task: Task = Count()
+    task: Task = CountTask()
     group: Any = None
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # that were there when it first ran; None: it never ran

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw', 'SamplingRow', 'cutoffs', 'is_plain', 'TokenMask', 'DraftMask',
+__all__ = ['TokenText', 'BAD_LOGITS', 'NO_TOKEN', 'draw_ids', 'SamplingRow', 'cutoffs', 'is_plain', 'TokenMask', 'DraftMask',
            'allow_', 'ban_', 'obey_', 'bias_', 'repeat_', 'count_', 'processed_logits', 'probabilities', 'best_tokens',
            'Logprob', 'token_logprobs', 'reported_logits', 'token_text', 'prompt_texts', 'Sampled', 'sample',
            'finish_reason']
 
 # %% ../../nbs/2_core/07_sampling.ipynb #85253a7a
-def draw(probs: Tensor, u: Tensor) -> Tensor:
+def draw_ids(probs: Tensor, u: Tensor) -> Tensor:
     """Draw one id per row, int64 `[R]`: where the running sum of `probs` `[R, V]` first exceeds
     `u` `[R]` of their sum.
 
@@ -617,7 +617,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
             most, tokens[part] = best_tokens(x)
         else:
             u = torch.tensor([r.uniform() for r in busy], dtype=torch.float64).to(x.device)
-            most, tokens[part] = _filter_(x, busy).amax(-1), draw(x.softmax(-1), u)
+            most, tokens[part] = _filter_(x, busy).amax(-1), draw_ids(x.softmax(-1), u)
         left[part] = most.isfinite()
     bad = [(b, s) for b, (s, l) in enumerate(zip(sound.tolist(), left.tolist())) if not (s and l)]
     errors = {

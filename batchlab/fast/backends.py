@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..core.attention import TorchBackend
 from ..core.backend import Backend
-from ..core.cache import Shape
+from ..core.cache import KVShape
 from ..errors import Unavailable
 from . import fused, kernels, modules
 from .packed import densify
@@ -22,7 +22,7 @@ __all__ = ['Opener', 'REGISTRY', 'open_torch', 'register', 'select_backend']
 
 # %% ../../nbs/4_fast/backends.ipynb #45b0f427
 def open_torch(
-    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
+    model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions
 ) -> TorchBackend:
     "The backend that always runs; with `options.untried`, once it was tried: raises `Unavailable`."
     densify(model)
@@ -32,7 +32,7 @@ def open_torch(
     return backend
 
 # %% ../../nbs/4_fast/backends.ipynb #d042eddd
-Opener = Callable[[PreTrainedModel, Sequence[Shape], BackendOptions], Backend]
+Opener = Callable[[PreTrainedModel, Sequence[KVShape], BackendOptions], Backend]
 
 REGISTRY: dict[str, Opener] = dict(
     fused=fused.open_backend,
@@ -51,7 +51,7 @@ def register(name: str, open_backend: Opener) -> None:
 
 
 def select_backend(
-    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions | None = None
+    model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions | None = None
 ) -> Backend:
     """The first backend in the registry that runs `model`, whose `kv_layout` is `shapes`;
     'torch', the last, does.

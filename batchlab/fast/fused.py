@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..core.attention import attention_override, encoder_inputs, packed_of
 from ..core.batch import Batch
-from ..core.cache import KVCache, Shape
+from ..core.cache import KVCache, KVShape
 from ..core.packing import ints
 from ..errors import Unavailable
 from ..machine import trim_heap
@@ -486,7 +486,7 @@ class FusedBackend(KernelBackend):
 
     name = "fused"
 
-    def __init__(self, fused: Fused, shapes: Sequence[Shape], why: str = "") -> None:
+    def __init__(self, fused: Fused, shapes: Sequence[KVShape], why: str = "") -> None:
         super().__init__(fused.model, shapes, fused.kernels, why)
         self.fused, self.nbytes = fused, fused.nbytes
         self.batch_invariant = all(
@@ -509,7 +509,7 @@ class FusedBackend(KernelBackend):
 def fuse(
     model: PreTrainedModel,
     kernels: Kernels,
-    shapes: Sequence[Shape],
+    shapes: Sequence[KVShape],
     own: bool = False,
     linear: MakeLinear = PackedLinear,
     probe: Probe | None = None,
@@ -589,7 +589,7 @@ def choose_linear(
 
 # %% ../../nbs/4_fast/25_fused.ipynb #78db6b72
 def open_backend(
-    model: PreTrainedModel, shapes: Sequence[Shape], options: BackendOptions
+    model: PreTrainedModel, shapes: Sequence[KVShape], options: BackendOptions
 ) -> FusedBackend:
     """The backend for `model`, whose `kv_layout` is `shapes`, once it was tried. Raises
     `Unavailable`, or `CompileError`, see `usable_kernels`."""

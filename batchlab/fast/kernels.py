@@ -48,7 +48,7 @@ from batchlab.fast.native import (
 from ..core.batch import Batch, pack_rows, places
 from ..errors import CompileError
 from ..core.packing import ints
-from ..core.cache import KVCache, Shape as KVShape
+from ..core.cache import KVCache, KVShape
 
 log = logging.getLogger("batchlab")
 

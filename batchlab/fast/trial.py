@@ -22,13 +22,13 @@ from batchlab.core.attention import (
 )
 from ..core.backend import AttentionParams, Backend
 from ..core.batch import pack_rows
-from ..core.cache import Shape
+from ..core.cache import KVShape
 from ..core.packing import pack
 from ..errors import EngineError, Unavailable
 
 # %% auto #0
 __all__ = ['PASSED_ON', 'Probe', 'probe_rows', 'same_as_alone', 'takes_types', 'StateProbe', 'sees_back_only', 'AttentionSpec',
-           'LayerCalls', 'reason_of', 'why_not', 'check_backend', 'layer_specs', 'kv_layout', 'can_pack',
+           'LayerCalls', 'reason_of', 'why_not', 'check_backend', 'layer_specs', 'kv_layout', 'runs_packed',
            'BackendOptions']
 
 # %% ../../nbs/4_fast/trial.ipynb #a1cf02b0
@@ -174,7 +174,7 @@ class AttentionSpec:
     params: AttentionParams
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> KVShape:
         return self.kv_heads, self.dim, self.dim_v
 
 # %% ../../nbs/4_fast/trial.ipynb #09ec3901
@@ -339,7 +339,7 @@ def layer_specs(
     return specs
 
 
-def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]:
+def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[KVShape]:
     """Of each layer `(kv_heads, key head_dim, value head_dim)`, for a model that runs packed;
     else raises `Unavailable`.
 
@@ -353,7 +353,7 @@ def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[Shape]
     return shapes
 
 
-def can_pack(model: PreTrainedModel) -> bool:
+def runs_packed(model: PreTrainedModel) -> bool:
     "Whether `model` runs packed; `kv_layout` says why not."
     try:
         return bool(kv_layout(model))

@@ -19,7 +19,7 @@ from .lines import JobLine, Postprocess, json_object, parse_line
 from .pooling import PoolingRequest
 from .schema import is_setting
 from .settings import BadRequest
-from .tables import ANSWER, COLUMNS_REMARK, RECORD, TABLES, AnswerNames, Columns
+from .tables import ANSWER, COLUMNS_REMARK, RECORD_KEYS, TABLES, AnswerNames, Columns
 from .tables import TableFile, TextForm, check_input, check_output, file_kind
 from .tables import settings_remark
 
@@ -332,7 +332,7 @@ def input_remarks(job: JobFields) -> Iterator[str]:
         for remark in job.table().form.remarks:
             yield remark.said(job.spell)
     texts = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
-    ours = {*(ANSWER if job.to_table else RECORD)} - (texts if job.embed else set())
+    ours = {*(ANSWER if job.to_table else RECORD_KEYS)} - (texts if job.embed else set())
     renamed = {k: v for k, v in job.names.renamed.items() if v != job.output_column}
     shown = [f"{k} as {v}" for k, v in renamed.items() if k in ours]
     if shown:

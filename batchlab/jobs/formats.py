@@ -24,7 +24,7 @@ from batchlab.jobs.tables import (
     AnswerTable,
     Columns,
     Records,
-    Row,
+    AskedRow,
     TableFile,
     TextForm,
     encode_json,
@@ -36,7 +36,7 @@ from batchlab.jobs.tables import (
 )
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000126
-Raw = bytes | Row  # a line of JSONL, or a row of a table
+Raw = bytes | AskedRow  # a line of JSONL, or a row of a table
 
 
 def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]]:
@@ -108,7 +108,7 @@ def read_raw(
     text_form: TextForm | None = None,
     columns: Columns | None = None,
 ) -> Iterator[tuple[int, Raw]]:
-    """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `Row` by
+    """Yield `(number, raw)` for each request of file `name`: bytes of JSONL, or a `AskedRow` by
     its `columns`, which are the usual ones unless they are given.
 
     `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it

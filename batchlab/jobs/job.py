@@ -22,7 +22,7 @@ from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, as_journal
 from .journal import drop_side, has_records, journal_of, settings_file, side_of
 from .journal import write_settings
 from .journal import raw_records, recover, sort_records, without_failures
-from .lines import DEFAULTS, JobLine, digest_of, guess_form
+from .lines import LINE_DEFAULTS, JobLine, digest_of, guess_form
 from .planning import JobPlan, plan_with_model, plan_without_model
 from .progress import JobResult, Progress
 from .runner import Admitted, LineRunner, ModelNames, Remarks
@@ -54,7 +54,7 @@ def tally(r: JobResult, record: dict[str, Any]) -> bool:
     return error is not None
 
 
-def too_many(most: int) -> JobError:
+def too_many_failures(most: int) -> JobError:
     text = (
         "stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the "
         "failed again"
@@ -118,7 +118,7 @@ class Run:
         "Write what is due. Raises `JobError` after too many failures."
         self.outbox.flush()
         if self.job.max_errors is not None and self.new_errors > self.job.max_errors:
-            raise too_many(self.job.max_errors)
+            raise too_many_failures(self.job.max_errors)
 
     def steps(self) -> Generator[None, None, None]:
         "Run the lines; yield after each step. Closed early, it leaves nothing running."
@@ -291,7 +291,7 @@ def take_up(job: Job, stack: ExitStack) -> tuple[Ledgerbook, bool]:
     return found
 
 
-def prepare(job: Job, book: Ledgerbook, model: str) -> None:
+def prepare_files(job: Job, book: Ledgerbook, model: str) -> None:
     """Make the files of `job` ready to grow. `model`: the digest of the one that runs it. Raises
     `JobError` if other settings or another model began it."""
     assert job.output is not None
@@ -315,7 +315,7 @@ def open_outbox(job: Job) -> Iterator[Outbox]:
 def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
     "Run the lines of `job` that have no answer in `book`, with `llm`. Raises `JobError`."
     if job.output != "-":
-        prepare(job, book, model_digest(llm))
+        prepare_files(job, book, model_digest(llm))
     progress = Progress(job.result, job.say, job.use_tqdm)
     with open_outbox(job) as outbox, frozen_heap(), closing(progress):
         try:
@@ -327,7 +327,7 @@ def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
             ) from e
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #49e06a56
-def finish(job: Job, unsorted: bool) -> None:
+def finish_output(job: Job, unsorted: bool) -> None:
     "Put the records of `job` in order, and make its output of them, if it is not that already."
     assert job.output is not None
     journal, table = journal_of(job.output), file_kind(job.output) in TABLES
@@ -396,7 +396,7 @@ class Job(JobFields):
             first = [self.line(*row) for row in itertools.islice(self.raw(), 100)]
             if first and all(line.messages is None for line in first):
                 raise no_talk("messages")
-        SamplingParams.of(DEFAULTS["plain"] | (self.sampling_params or {}))
+        SamplingParams.of(LINE_DEFAULTS["plain"] | (self.sampling_params or {}))
 
     def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
         "The `JobResult` to begin with, and what ended the reading of the input early."
@@ -430,7 +430,7 @@ class Job(JobFields):
                     )
                 if trouble:
                     raise trouble
-                finish(self, unsorted)
+                finish_output(self, unsorted)
                 done = self.limit is None and self.result.answered == self.result.total
             finally:
                 leave(self, done)

@@ -199,7 +199,7 @@ def recover_answers(
             f.write(b"\n")
 
 # %% ../../nbs/6_jobs/journal.ipynb #cc2b3dca
-LEDGER = """pragma journal_mode=off; pragma synchronous=off;
+LEDGER_SQL = """pragma journal_mode=off; pragma synchronous=off;
     create table lines(number integer primary key, digest text, failed integer);
     create table ids(id blob primary key, number integer) without rowid; begin"""
 
@@ -214,7 +214,7 @@ class Ledgerbook:
         self.db, self.size, self.failed = sqlite3.connect("", isolation_level=None), 0, 0
         self.finished = self.retry = False
         self.last = sys.maxsize
-        self.db.executescript(LEDGER)
+        self.db.executescript(LEDGER_SQL)
 
     def note(self, number: int, digest: str, record: dict[str, Any]) -> None:
         "Enter a record found on the disk."

@@ -53,11 +53,11 @@ from batchlab.jobs.tables import (
     CHAT_OPTIONS,
     OPTIONAL,
     Columns,
-    Row,
+    AskedRow,
     encode_json,
     is_missing,
     kept_cells,
-    json_value,
+    plain_json,
 )
 from .responses import ResponseAsked, Roles, chat_body, read_response, roles_of
 from .responses import renamed, renaming, response_head, response_of
@@ -296,7 +296,7 @@ def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     )
 
 # %% ../../nbs/6_jobs/lines.ipynb #d28690ef
-ALONE = dict(
+NOT_ON_A_LINE = dict(
     stream="a line has one answer",
     background="the lines of a file run in the background",
     previous_response_id="give the earlier items in input",
@@ -307,7 +307,7 @@ ALONE = dict(
 def response_line(line: JobLine, body: dict[str, Any]) -> None:
     "Fill `line` from the `body` of a request to /v1/responses. Raises `BadRequest`."
     wanted = read_response(body)
-    for k, why in ALONE.items():
+    for k, why in NOT_ON_A_LINE.items():
         if body.get(k):
             raise BadRequest(f"{k} is not supported in a file: {why}, so leave it out", param=k)
     with about(body):
@@ -356,7 +356,7 @@ def text_line(line: JobLine, d: dict[str, Any]) -> None:
     line.ignored = tuple(k for k in d if k not in rest and k not in keys)
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000013-3
-def row_line(line: JobLine, row: Row, chat: bool = False) -> None:
+def row_line(line: JobLine, row: AskedRow, chat: bool = False) -> None:
     "Fill `line` from a row of a table. Raises `BadRequest`."
     prompt, custom_id, messages, given, system, failure, cells = row
     line.cells = cells or {}
@@ -427,7 +427,7 @@ def parse_line(
         unit="line" if isinstance(raw, bytes) else "row",
     )
     try:
-        if isinstance(raw, Row):
+        if isinstance(raw, AskedRow):
             row_line(line, raw, chat)
         elif len(raw) > LONGEST_LINE:
             raise BadRequest(f"longer than {LONGEST_LINE:,} bytes")
@@ -442,7 +442,7 @@ def parse_line(
         if chat and isinstance(line.prompt, str):
             line.text, line.prompt = line.prompt, None
             line.messages = [dict(role="user", content=line.text)]
-        if isinstance(raw, Row) and raw.system is not None:  # filled in by its columns
+        if isinstance(raw, AskedRow) and raw.system is not None:  # filled in by its columns
             system = raw.system
         if system is not None and line.kind == "plain" and line.messages is None:
             raise BadRequest(NO_TALK)
@@ -461,7 +461,7 @@ def parse_line(
     return line
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000019
-DEFAULTS = openai.DEFAULTS | dict(
+LINE_DEFAULTS = openai.DEFAULTS | dict(
     plain=dict(temperature=0.0, max_tokens=256), response=openai.DEFAULTS["chat"]
 )
 
@@ -492,7 +492,7 @@ class ParamsCache(dict[str, SamplingParams]):
         if key not in self:
             if len(self) > 1000:
                 self.clear()
-            self[key] = request_params(line.options, DEFAULTS[line.kind] | self.given)
+            self[key] = request_params(line.options, LINE_DEFAULTS[line.kind] | self.given)
         return self[key]
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000022
@@ -590,7 +590,7 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
         if named:
             made[name] = None
         try:
-            v = json_value(f(out))
+            v = plain_json(f(out))
             found = v if isinstance(v, dict) and not named else {name: v}
             encode_json(found)  # or it could not be written
             if twice := found.keys() & {

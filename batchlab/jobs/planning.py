@@ -17,7 +17,7 @@ from .fields import JobFields
 from .journal import Ledgerbook
 from .lines import JobLine, ParamsCache
 from .pooling import TextsGroup
-from .progress import duration, number_of
+from .progress import duration, counted_words
 from .runner import ModelNames, admit_line
 from .settings import BadRequest
 
@@ -92,7 +92,7 @@ class JobPlan:
 def counted(p: JobPlan, spell: Callable[[Option], str] = str) -> list[str]:
     "What `p` has counted, in lines, with each `Option` as `spell` writes it."
     more = f"; {p.failed:,} more can not run" if p.failed else ""
-    lines = [f"{number_of(p.requests, 'request')}{more}", *(f"  {f}" for f in p.failures)]
+    lines = [f"{counted_words(p.requests, 'request')}{more}", *(f"  {f}" for f in p.failures)]
     if p.ignored:
         lines += [f"keys without meaning here, ignored: {', '.join(sorted(p.ignored)[:50])}"]
     if p.prompt_tokens:
@@ -107,7 +107,7 @@ def counted(p: JobPlan, spell: Callable[[Option], str] = str) -> list[str]:
         mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), p.limits
         lines += [
             f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
-            f"{mb(m.kv_limit_bytes)}, in {number_of(m.slots, 'slot')}",
+            f"{mb(m.kv_limit_bytes)}, in {counted_words(m.slots, 'slot')}",
             *memory_lines(m, spell),
             f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
             f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
@@ -133,7 +133,7 @@ def timed(p: JobPlan) -> list[str]:
     )
     written = f" and {wrote[0]} output tokens" if wrote else ""
     early = ", by how early the answers end" if wrote else ""
-    tried = number_of(p.tried, "request")
+    tried = counted_words(p.tried, "request")
     time = between(duration(p.least_seconds), duration(p.seconds))
     lines = [
         f"speed: {read} prompt tokens{written} a second, tried on {tried}",
@@ -263,7 +263,7 @@ def reading_rates(llm: AdaptedAnswers, texts: list[tuple[list[int], Any]]) -> tu
     return (min(found), max(found)), n
 
 # %% ../../nbs/6_jobs/planning.ipynb #84b2587e-2
-Params = SamplingParams | Any  # or `PoolingParams`, of a model that writes nothing
+AnyParams = SamplingParams | Any  # or `PoolingParams`, of a model that writes nothing
 
 
 class PromptSample:
@@ -271,10 +271,10 @@ class PromptSample:
 
     def __init__(self, most: int) -> None:
         self.most, self.n, self.rng = most, 0, random.Random(0)
-        self.longest: list[tuple[int, int, list[int], Params]] = []  # a heap
-        self.some: list[tuple[list[int], Params]] = []
+        self.longest: list[tuple[int, int, list[int], AnyParams]] = []  # a heap
+        self.some: list[tuple[list[int], AnyParams]] = []
 
-    def add(self, length: int, ids: list[int], params: Params) -> None:
+    def add(self, length: int, ids: list[int], params: AnyParams) -> None:
         "Take the prompt `ids` of a request of `length` tokens in all."
         push = heapq.heappush if len(self.longest) < self.most else heapq.heappushpop
         push(self.longest, (length, self.n, ids, params))
@@ -284,7 +284,7 @@ class PromptSample:
         self.n += 1
 
 
-def prompts_of(group: RequestGroup) -> list[tuple[int, list[int], Params]]:
+def prompts_of(group: RequestGroup) -> list[tuple[int, list[int], AnyParams]]:
     "`(tokens in all, ids, params)` of each prompt of `group`."
     rs = group.requests
     if isinstance(group, TextsGroup):

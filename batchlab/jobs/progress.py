@@ -26,7 +26,7 @@ def _cached(r: JobResult) -> str:
     return f" ({r.cached_tokens:,} cached{stored})" if r.cached_tokens else ""
 
 
-def number_of(n: int, what: str) -> str:
+def counted_words(n: int, what: str) -> str:
     return f"{n:,} {what}{'s' * (n != 1)}"
 
 

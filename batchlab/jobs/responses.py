@@ -27,12 +27,12 @@ if TYPE_CHECKING:  # a check of a file needs no torch
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 # %% auto #0
-__all__ = ['RENAMED', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of', 'ResponseAsked', 'read_response',
+__all__ = ['CHAT_NAMES', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of', 'ResponseAsked', 'read_response',
            'chat_body', 'renamed', 'renaming', 'ResponseRequest', 'request_of', 'format_shown', 'response_head',
            'response_usage', 'ResponseParts', 'response_of']
 
 # %% ../../nbs/6_jobs/responses.ipynb #25226e78
-class Form(Body):
+class ResponseForm(Body):
     "What the text of an answer must be."
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -43,7 +43,7 @@ class Form(Body):
 
 
 class TextOptions(Body):
-    format: Form | None = None
+    format: ResponseForm | None = None
     verbosity: str | None = None
 
 
@@ -87,7 +87,7 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-Count = Annotated[Whole, Field(ge=1)]
+AtLeastOne = Annotated[Whole, Field(ge=1)]
 
 
 class ResponseBody(Body):
@@ -103,8 +103,8 @@ class ResponseBody(Body):
     reasoning: Reasoning = Reasoning()
     include: Annotated[list[Included], Field(fail_fast=True)] = []
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] = 0
-    max_output_tokens: Count | None = None
-    max_tool_calls: Count | None = None  # of hosted tools
+    max_output_tokens: AtLeastOne | None = None
+    max_tool_calls: AtLeastOne | None = None  # of hosted tools
     truncation: Literal["auto", "disabled"] = "disabled"  # what is too long is refused by both
     background: bool = False
     store: bool = True
@@ -119,7 +119,7 @@ class ResponseBody(Body):
     prompt_cache_options: Any = None
 
 
-INSTEAD = dict(
+INSTEAD_OF_FIELDS = dict(
     messages="give input",
     prompt="give its text in instructions and input",
     conversation="give previous_response_id, or the earlier items in input",
@@ -134,7 +134,7 @@ INSTEAD = dict(
 )
 
 # %% ../../nbs/6_jobs/responses.ipynb #75329be8
-class Message(Loose):
+class MessageItem(Loose):
     role: Literal["user", "assistant", "system", "developer"]
     content: Any
 
@@ -170,7 +170,7 @@ def texts_of(content: Any, at: str) -> list[str]:
 # %% ../../nbs/6_jobs/responses.ipynb #743f9b7e
 def message_item(given: dict[str, Any], at: str) -> dict[str, Any]:
     "A message as it is kept. Raises `ParamError`."
-    m = read(Message, given, at)
+    m = read(MessageItem, given, at)
     texts = texts_of(m.content, f"{at}.content")
     if m.role == "assistant":
         parts = [dict(type="output_text", text=t, annotations=[], logprobs=[]) for t in texts]
@@ -339,7 +339,7 @@ def chat_choice(given: Any) -> Any:
     return dict(type="allowed_tools", allowed_tools=allowed)
 
 
-def chat_format(form: Form | None) -> dict[str, Any] | None:
+def chat_format(form: ResponseForm | None) -> dict[str, Any] | None:
     "`text.format` as a `response_format`, None for text. Raises `ParamError`."
     if form is None or form.type == "text":
         return None
@@ -369,7 +369,7 @@ class ResponseAsked:
 def read_response(body: dict[str, Any]) -> ResponseAsked:
     "The `ResponseAsked` of a `body`. Raises `BadRequest`, which names the key at fault."
     with about(body):
-        for k, what in INSTEAD.items():
+        for k, what in INSTEAD_OF_FIELDS.items():
             if body.get(k) is not None:
                 raise ParamError(f"{k} is not supported at /v1/responses: {what}", field=k)
         rest = dict(body)
@@ -404,7 +404,7 @@ def chat_body(asked: ResponseAsked, earlier: Sequence[dict[str, Any]] = ()) -> d
     return asked.rest | {k: v for k, v in chat.items() if v is not None}
 
 # %% ../../nbs/6_jobs/responses.ipynb #67311104
-RENAMED = dict(
+CHAT_NAMES = dict(
     messages="input",
     response_format="text.format",
     max_completion_tokens="max_output_tokens",
@@ -416,8 +416,8 @@ def renamed(e: BadRequest) -> BadRequest:
     "`e`, which is about a chat, as it is about a response."
     text = str(e)
     for k in ("response_format", "max_completion_tokens"):
-        text = text.replace(k, RENAMED[k])
-    return BadRequest(text, e.code, RENAMED.get(e.param or "", e.param), e.retry_after)
+        text = text.replace(k, CHAT_NAMES[k])
+    return BadRequest(text, e.code, CHAT_NAMES.get(e.param or "", e.param), e.retry_after)
 
 
 @contextmanager
@@ -460,7 +460,7 @@ def request_of(
 WHO = "user", "safety_identifier", "prompt_cache_key"  # in the response if they are given
 
 
-def format_shown(form: Form | None) -> dict[str, Any]:
+def format_shown(form: ResponseForm | None) -> dict[str, Any]:
     "The form of the text, as a response has it."
     if form is None or form.type != "json_schema":
         return dict(type=form.type if form else "text")

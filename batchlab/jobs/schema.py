@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a check of a file needs no torch
 # %% auto #0
 __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'DONE', 'sampling_options', 'request_params',
            'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
-           'usage_of', 'thought_of', 'tokens_used', 'finish_of', 'choice_of', 'head_of', 'answer_body', 'error_body',
+           'usage_of', 'thought_of', 'tokens_used', 'finish_of', 'choice_of', 'body_head', 'answer_body', 'error_body',
            'StreamOptions', 'Talk', 'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest', 'parse_online', 'echoed',
            'prompt_logprobs_of', 'ChoiceParts', 'Parts']
 
@@ -421,7 +421,7 @@ def choice_of(
     )
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa00060b
-def head_of(kind: str, name: str, model: str, part: bool = False) -> dict[str, Any]:
+def body_head(kind: str, name: str, model: str, part: bool = False) -> dict[str, Any]:
     "What the body of an answer begins with, or each `part` of one that is streamed."
     prefix, object = dict(chat=("chatcmpl", "chat.completion"), text=("cmpl", "text_completion"))[
         kind
@@ -440,7 +440,7 @@ def answer_body(
     """The body that a 'chat' or 'text' endpoint answers with. `name`: what makes its id one of a
     kind; `model`: what to call it; `read`: see `choice_of`."""
     top, ids = (out.params.logprobs, out.params.logprob_token_ids) if out.params else (None, None)
-    return head_of(kind, name, model) | dict(
+    return body_head(kind, name, model) | dict(
         choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out)
     )
 
@@ -726,7 +726,7 @@ class Parts:
     ) -> None:
         self.usage, self.choices, self.chat = usage, dict[int, ChoiceParts](), kind == "chat"
         self.new = lambda i: ChoiceParts(i, kind == "chat", top, ids, parser and parser(i))
-        self.head = f"data: {_dumps(head_of(kind, name, model, True))[:-1]},"
+        self.head = f"data: {_dumps(body_head(kind, name, model, True))[:-1]},"
 
     def since(
         self,

@@ -17,10 +17,10 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'Whole', 'B', 'MOST_KEYS', 'WANTS', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'IGNORED', 'ADVICE', 'INSTEAD',
-           'ELSEWHERE', 'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORMS', 'RANGES', 'LENGTHS', 'MOST_WORDS',
+           'ELSEWHERE', 'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORM_KEYS', 'RANGES', 'LENGTHS', 'MOST_WORDS',
            'BadRequest', 'Body', 'read', 'take', 'names_elsewhere', 'named_as_setting', 'is_setting', 'advice',
-           'refuse', 'say_ignored', 'ResponseFormat', 'structured_of', 'form_of', 'logprobs_of', 'check_sizes',
-           'settings_of']
+           'refuse_setting', 'say_ignored', 'ResponseFormat', 'structured_of', 'answer_form_of', 'logprobs_of',
+           'check_sizes', 'settings_of']
 
 # %% ../../nbs/6_jobs/settings.ipynb #da7527e8
 class BadRequest(ValueError):
@@ -198,7 +198,7 @@ def advice(k: str, v: Any = None) -> str:
     return f"parameter {k!r:.60} is not supported: {what}"
 
 
-def refuse(k: Any, v: Any = None) -> NoReturn:
+def refuse_setting(k: Any, v: Any = None) -> NoReturn:
     "Raise a `ParamError` about setting `k` with value `v`, with `advice`."
     if not isinstance(k, str):
         raise ParamError(f"the name of a setting must be a string, got {k!r:.60}")
@@ -249,14 +249,14 @@ def structured_of(form: Any) -> dict[str, Any] | None:
     return dict(json=given[0] if f.type == "json_schema" else dict(type="object") | given[0])
 
 
-FORMS = "response_format", "structured_outputs", *GUIDED
+FORM_KEYS = "response_format", "structured_outputs", *GUIDED
 
 
-def form_of(given: dict[str, Any]) -> Any:
+def answer_form_of(given: dict[str, Any]) -> Any:
     """Take what dict `given` says of the form of an answer out of it: a `structured_outputs`, or
     None. Raises `ParamError`."""
     forms = {}
-    for k in FORMS:
+    for k in FORM_KEYS:
         v = given.pop(k, None)
         if v is not None and k == "response_format":
             v = structured_of(v)
@@ -325,13 +325,13 @@ def settings_of(given: dict[str, Any], chat: bool = False) -> dict[str, Any]:
         path, own = ("", "messages") if chat else ("chat/", "a prompt")
         raise ParamError(f"{other}: ask /v1/{path}completions for it, or give {own}", field=other)
     check_sizes(rest)
-    found = dict(structured_outputs=form_of(rest), logprobs=logprobs_of(rest, chat))
+    found = dict(structured_outputs=answer_form_of(rest), logprobs=logprobs_of(rest, chat))
     by: dict[str, str] = {}
     for k, v in rest.items():
         name = ALIASES.get(k, k)
         if name not in OPTIONS:
             if not any(type(v) is type(x) and v == x for x in NEUTRAL.get(k, ())):
-                refuse(k, v)
+                refuse_setting(k, v)
         elif name in by and found[name] != v:
             said = f"{k}={v!r:.40} and {by[name]}={found[name]!r:.40}"
             raise ParamError(f"{said}: give one of them", field=k)

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 # %% auto #0
-__all__ = ['OPENERS', 'KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_MARKS', 'ONLY_PADS', 'INT', 'FLOAT', 'TRUTH',
-           'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD', 'VECTORS', 'MADE', 'OURS',
-           'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'Records', 'GROUP', 'Chunks', 'suffix_of', 'file_kind',
-           'opener_of', 'check_input', 'check_output', 'need_parquet', 'encoding_of', 'opened_text', 'free_name',
-           'unique_names', 'TextForm', 'csv_rows', 'parquet_file', 'TableFile', 'no_column', 'is_missing',
-           'MissingCell', 'formatted', 'can_format', 'Template', 'literal', 'is_setting_name', 'no_talk',
-           'settings_remark', 'check_setting', 'AnswerNames', 'Row', 'from_json', 'without_gaps', 'setting_of',
-           'Columns', 'json_value', 'kept_cells', 'whole', 'table_rows', 'flat', 'kind_of', 'type_of', 'cast',
-           'readable', 'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema', 'write_parquet']
+__all__ = ['OPENERS', 'SUFFIX_KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_MARKS', 'ONLY_PADS', 'INT', 'FLOAT',
+           'TRUTH', 'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD_KEYS', 'VECTORS',
+           'POOLED_COLUMNS', 'OWN_COLUMNS', 'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'Records', 'GROUP_ROWS',
+           'Chunks', 'suffix_of', 'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet',
+           'encoding_of', 'opened_text', 'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file',
+           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'formatted', 'can_format', 'Template', 'literal',
+           'is_setting_name', 'no_talk', 'settings_remark', 'check_setting', 'AnswerNames', 'AskedRow', 'from_json',
+           'without_gaps', 'setting_of', 'Columns', 'plain_json', 'kept_cells', 'whole', 'table_rows', 'flat',
+           'value_kind', 'type_of', 'cast', 'readable', 'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema',
+           'write_parquet']
 
 # %% ../../nbs/6_jobs/tables.ipynb #unp00002
 class Chunks(io.RawIOBase):
@@ -54,7 +55,7 @@ class Chunks(io.RawIOBase):
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open}
-KINDS = {
+SUFFIX_KINDS = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".tab": "tsv",
@@ -86,7 +87,7 @@ def suffix_of(name: str | Path) -> str:
 def file_kind(name: str | Path) -> str:
     """'csv', 'tsv', 'parquet', 'txt', 'json' or 'jsonl', by the name of a file without its
     compression."""
-    return KINDS.get(suffix_of(name), "jsonl")
+    return SUFFIX_KINDS.get(suffix_of(name), "jsonl")
 
 
 def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
@@ -98,7 +99,7 @@ def check_input(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name`, or else its beginning, is that of a
     format that can be read."""
     suffix, start = suffix_of(name), b"?"
-    if suffix in KINDS:
+    if suffix in SUFFIX_KINDS:
         return
     if suffix not in CONVERT:
         try:
@@ -119,7 +120,7 @@ def check_output(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name` is that of a format that can be written.
     No end in the name is JSONL."""
     suffix, kind = suffix_of(name), file_kind(name)
-    if suffix and (suffix not in KINDS or kind in ("txt", "json")):
+    if suffix and (suffix not in SUFFIX_KINDS or kind in ("txt", "json")):
         raise JobError(
             f"{name}: answers can't be written as {suffix}: give .jsonl, .csv, .tsv or .parquet, "
             "all but the last also .gz"
@@ -488,16 +489,16 @@ NO_SETTINGS = {"prompt_logprobs", "detokenize"}  # which no answer in a file has
 LITERAL = {  # settings whose text is meant as it stands
     *"stop bad_words guided_regex guided_grammar chat_template adapter".split()
 }
-RECORD = (  # the keys of a record
+RECORD_KEYS = (  # the keys of a record
     "request_id line row custom_id text reasoning finish_reason outputs usage error results".split()
 )
 VECTORS = "embedding", "probs", "data"  # columns of lists
-MADE = {*VECTORS, "score", "relevance_score", "label"}
-OURS = {  # names that a record or a table of answers has
-    *RECORD,
+POOLED_COLUMNS = {*VECTORS, "score", "relevance_score", "label"}
+OWN_COLUMNS = {  # names that a record or a table of answers has
+    *RECORD_KEYS,
     *ANSWER,
     *OPTIONAL,
-    *MADE,
+    *POOLED_COLUMNS,
     "id",
     "response",
 }
@@ -562,10 +563,10 @@ class AnswerNames:
         spell: Callable[[Option], str] = str,
         answer: str = "text",
     ) -> None:
-        self.columns, taken = {*columns}, {*columns, *OURS}
+        self.columns, taken = {*columns}, {*columns, *OWN_COLUMNS}
         self.shown: dict[str, str] = {}  # of those that are called otherwise
         if output_column is not None:
-            if output_column in self.columns | OURS - MADE - {answer}:
+            if output_column in self.columns | OWN_COLUMNS - POOLED_COLUMNS - {answer}:
                 whose = "the input has" if output_column in self.columns else "the answers have"
                 given = spell(Option("output_column", output_column))
                 raise JobError(f"{given}: {whose} another column of that name: give a free one")
@@ -580,7 +581,7 @@ class AnswerNames:
     @property
     def renamed(self) -> dict[str, str]:
         "Those of our own columns that are called otherwise: `{name: new name}`."
-        return {k: v for k, v in sorted(self.shown.items()) if k in OURS and k != v}
+        return {k: v for k, v in sorted(self.shown.items()) if k in OWN_COLUMNS and k != v}
 
     def of(self, name: str) -> str:
         "What column `name` of the answers is called: one of ours, or one that a function made."
@@ -612,7 +613,7 @@ class AnswerNames:
 UNNAMED = AnswerNames()  # beside no column
 
 
-class Row(NamedTuple):
+class AskedRow(NamedTuple):
     """What a row of a table asks for. `given`: its settings and options of its conversation.
     `failure`: why it can't run.
 
@@ -731,14 +732,14 @@ class Columns:
             check_setting(name, CHAT_OPTIONS if self.talk or self.chat else ())
 
     # Its rows
-    def row(self, cells: dict[str, Any]) -> Row:
+    def row(self, cells: dict[str, Any]) -> AskedRow:
         "What the row with `cells` asks for."
         kept = self.kept(cells) if self.keep else None
         if self.structs:
             cells = {k: without_gaps(cells[k]) for k in self.needed}
         held = {k: v for k in self.needed if not is_missing(v := cells.get(k))}
         messages = held.get("messages") if self.talk else None
-        row = Row(custom_id=held.get(self.id_column), cells=kept)
+        row = AskedRow(custom_id=held.get(self.id_column), cells=kept)
         try:
             prompt, system = (t and t.fill(cells) for t in self.templates)
             given = {k: setting_of(k, held[k]) for k in self.settings if k in held}
@@ -755,10 +756,10 @@ class Columns:
     def kept(self, cells: dict[str, Any]) -> dict[str, Any]:
         "Those of `cells` that are copied beside the answer, as JSON has them."
         names = [n for n in self.names if n != "custom_id" or self.id_column != n]
-        return {n: cells[n] or None if self.text else json_value(cells[n]) for n in names}
+        return {n: cells[n] or None if self.text else plain_json(cells[n]) for n in names}
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e026
-def json_value(v: Any) -> Any:
+def plain_json(v: Any) -> Any:
     """Value `v` as JSON has it, at any depth: numbers and arrays of numpy and pydantic models as
     Python's own, null for what is no number, bytes as text; anything else as it is."""
     if hasattr(v, "tolist"):
@@ -770,12 +771,12 @@ def json_value(v: Any) -> Any:
     if isinstance(v, bytes):
         return v.decode("utf-8", "backslashreplace")
     if isinstance(v, dict):
-        return {k: json_value(x) for k, x in v.items()}
-    return [*map(json_value, v)] if isinstance(v, (list, tuple)) else v
+        return {k: plain_json(x) for k, x in v.items()}
+    return [*map(plain_json, v)] if isinstance(v, (list, tuple)) else v
 
 
 def _as_text(v: Any) -> Any:
-    return str(v) if (plain := json_value(v)) is v else plain
+    return str(v) if (plain := plain_json(v)) is v else plain
 
 
 encode_json = json.JSONEncoder(
@@ -785,7 +786,7 @@ encode_json = json.JSONEncoder(
 
 def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     "Those `keys` of object `d` that are its owner's, as JSON has them."
-    return {k: json_value(v) for k, v in d.items() if k in keys}
+    return {k: plain_json(v) for k, v in d.items() if k in keys}
 
 
 def whole(v: Any) -> Any:
@@ -848,7 +849,7 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
             found["logprobs"] = encode_json(found["logprobs"])
         keys = *ANSWER, "reasoning", "logprobs", "cumulative_logprob"
         if vectors:
-            keys = *(k for k in e if k in MADE), "prompt_tokens", "error"
+            keys = *(k for k in e if k in POOLED_COLUMNS), "prompt_tokens", "error"
         row = ids | {k: found.get(k) for k in ("index", *keys)}
         row |= {k: d[k] for k in ("request_id",) if k in d} | (e.get("results") or {})
         yield {k: whole(v) for k, v in row.items()}
@@ -859,7 +860,7 @@ def flat(d: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in next(table_rows(d)).items() if k not in OPTIONAL}
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e033
-def kind_of(v: Any) -> str:
+def value_kind(v: Any) -> str:
     """The Arrow type that holds value `v`: '' for one that is missing, 'big' for an int64 that no
     float holds."""
     if is_missing(v) and not isinstance(v, str):
@@ -962,7 +963,7 @@ class AnswerTable:
         if column in self.text:
             return "string" if v else ""
         vectors = column not in self.names.columns and self.names.ours(column) in VECTORS
-        return "list" if vectors and isinstance(v, list) else kind_of(v)
+        return "list" if vectors and isinstance(v, list) else value_kind(v)
 
     def value(self, column: str, v: Any) -> Any:
         "Cell `v` of `column` as one of the column's type."
@@ -975,7 +976,7 @@ def cell_text(v: Any) -> Any:
     "Value `v` of a table as a CSV has it."
     if isinstance(v, (list, dict)):
         return encode_json(v)
-    return json_value(v) if isinstance(v, bytes) else v
+    return plain_json(v) if isinstance(v, bytes) else v
 
 
 def write_csv(table: AnswerTable, path: str | Path, name: str | Path) -> None:
@@ -990,7 +991,7 @@ def write_csv(table: AnswerTable, path: str | Path, name: str | Path) -> None:
             out.writerow(map(cell_text, map(row.get, table.types)))
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e037-1
-GROUP = 2**12  # rows of Parquet that are written together
+GROUP_ROWS = 2**12  # rows of Parquet that are written together
 
 
 def arrow_schema(table: AnswerTable) -> pyarrow.Schema:
@@ -1025,7 +1026,7 @@ def write_parquet(table: AnswerTable, path: str | Path) -> None:
         width = len(source.names)
         pairs = table.joined(b.slice(i, 1) for b in source.batches() for i in range(len(b)))
     with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
-        while some := [*itertools.islice(pairs, GROUP)]:
+        while some := [*itertools.islice(pairs, GROUP_ROWS)]:
             arrays = pa.Table.from_batches([b for b, _ in some]).columns if width else []
             for f, k in [*zip(schema, table.types)][width:]:
                 arrays.append(pa.array([table.value(k, row.get(k)) for _, row in some], f.type))

@@ -37,7 +37,7 @@ from ..models.load import load_tokenizer
 from ..machine import memory_limits
 from ..models import load_model, max_model_len
 from ..basics.padding import can_pad
-from ..core.cache import Shape, kv_bytes_per_token
+from ..core.cache import KVShape, kv_bytes_per_token
 from ..core.request import Request, Row
 from .shown import megabytes
 
@@ -121,7 +121,7 @@ def probe_model(
     packed: bool = True,
     switch: int | None = None,
     options: BackendOptions | None = None,
-) -> tuple[list[Shape] | None, bool | None, Backend]:
+) -> tuple[list[KVShape] | None, bool | None, Backend]:
     """How `model` can run: `(shapes, paddable, backend)`, the shapes of its KV or None if not
     packed. Says so where it is slower.
 
@@ -162,7 +162,7 @@ def probe_model(
 # %% ../../nbs/2_core/config.ipynb #5daab18f-2
 def probe_pooling(
     model: PreTrainedModel, options: BackendOptions | None = None
-) -> tuple[list[Shape] | None, bool, Backend]:
+) -> tuple[list[KVShape] | None, bool, Backend]:
     """How a `model` that writes no text can run: `(shapes or None, causal, backend)`. Says so
     where it is slower.
 
@@ -217,7 +217,7 @@ def rope_side(session: Request, switch: int | None) -> str:
 
 
 def select_runner(
-    r: Request, switch: int | None, shapes: Sequence[Shape] | None, paddable: bool | None
+    r: Request, switch: int | None, shapes: Sequence[KVShape] | None, paddable: bool | None
 ) -> str:
     """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's
     switch) or 'solo'.
@@ -345,14 +345,14 @@ def fit_context(l: Limits, asked: int | None) -> None:
     l.max_model_len = l.kv_tokens
 
 # %% ../../nbs/2_core/config.ipynb #75ef7c95
-def bytes_per_token(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+def bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
     "Bytes that the keys and values of a token take in layers of these `shapes`, in `dtype`."
     return sum(h * (k + v) for h, k, v in shapes) * dtype.itemsize
 
 # %% ../../nbs/2_core/config.ipynb #81d6c49b
 def choose_limits(
     model: PreTrainedModel,
-    shapes: Sequence[Shape] | None,
+    shapes: Sequence[KVShape] | None,
     paddable: bool | None = None,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,

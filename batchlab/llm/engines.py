@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..basics.prefix import CHUNK, chunk_keys
 from ..core.backend import Backend
 from ..core.blocks import KVBudget
-from ..core.cache import Shape
+from ..core.cache import KVShape
 from ..core.engine import Engine, sum_ledgers
 from ..core.ledger import Ledger
 from ..core.request import Request
@@ -41,7 +41,7 @@ class AdapterRules(Protocol):
 
     by_content: bool  # whether a request shares blocks with those of the same files, by any name
 
-    def bind(self, backend: Backend, shapes: Sequence[Shape] | None) -> None: ...
+    def bind(self, backend: Backend, shapes: Sequence[KVShape] | None) -> None: ...
     def may_enter(self, r: Request, running: Sequence[Request]) -> bool: ...
     def root_of(self, r: Request) -> bytes: ...
     def unload(self) -> None: ...

@@ -38,12 +38,12 @@ from ..core.params import SamplingParams
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'Prompt', 'Prompts', 'Message', 'Talk', 'Talks', 'Params', 'ParamsEach', 'PoolingEach', 'PriorityEach',
-           'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'Listable', 'is_ids', 'is_talk',
-           'as_list', 'prompt_too_long', 'parse_prompt', 'parse_chat', 'split_settings', 'check_forms', 'chat_options',
-           'check_bar', 'Settings', 'one_each', 'params_for', 'settings_for', 'ParsedPrompt', 'parse', 'read_prompt',
-           'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of', 'encode_prompt', 'check_prompt', 'MayFail',
-           'log_failures']
+__all__ = ['log', 'Prompt', 'Prompts', 'ChatMessage', 'Conversation', 'Talks', 'Params', 'ParamsEach', 'PoolingEach',
+           'PriorityEach', 'TimeoutEach', 'Bar', 'Choices', 'PROMPT_FORMS', 'PROMPT_KEYS', 'CHAT_KEYS', 'Listable',
+           'is_ids', 'is_talk', 'as_list', 'prompt_too_long', 'parse_prompt', 'parse_chat', 'split_settings',
+           'check_forms', 'chat_options', 'check_bar', 'Settings', 'one_each', 'params_for', 'settings_for',
+           'ParsedPrompt', 'parse', 'read_prompt', 'read_prompts', 'encode_text', 'unreadable', 'prompt_ids_of',
+           'encode_prompt', 'check_prompt', 'MayFail', 'log_failures']
 
 # %% ../../nbs/2_core/inputs.ipynb #6d3ee88f
 class Listable(Protocol):
@@ -91,9 +91,11 @@ def as_list(prompts: object, chat: bool = False) -> list:
 # %% ../../nbs/2_core/inputs.ipynb #inp00018
 Prompt = str | Sequence[int] | Listable | Mapping[str, object]  # see `PROMPT_FORMS`
 Prompts = Prompt | Sequence[Prompt]
-Message = Mapping[str, object]  # with a role and its content
-Talk = Sequence[Message] | Mapping[str, object]  # a conversation, or a dict with its `messages`
-Talks = Talk | Sequence[Talk]
+ChatMessage = Mapping[str, object]  # with a role and its content
+Conversation = (
+    Sequence[ChatMessage] | Mapping[str, object]
+)  # a conversation, or a dict with its `messages`
+Talks = Conversation | Sequence[Conversation]
 Params = SamplingParams | PoolingParams | Mapping[str, object]  # of one prompt
 ParamsEach = Params | Sequence[Params | None] | None  # one for all prompts, or one for each
 PoolingEach = (

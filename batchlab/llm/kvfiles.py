@@ -13,7 +13,7 @@ from typing import NamedTuple
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'encode', 'decode', 'Stored', 'stored', 'remove_unfinished', 'World', 'worlds', 'clear_store', 'FileRoom',
+__all__ = ['log', 'encode_block', 'decode', 'Stored', 'stored', 'remove_unfinished', 'World', 'worlds', 'clear_store', 'FileRoom',
            'write_whole', 'BlockFiles']
 
 # %% ../../nbs/2_core/kvfiles.ipynb #2a35195c
@@ -33,7 +33,7 @@ def _space(n: int, size: int) -> tuple[int, int]:
     return sums, -(-(sums + 4 * -(-size // _PIECE)) // 64) * 64
 
 
-def encode(
+def encode_block(
     world: bytes, name: bytes, ids: Sequence[int], data: bytes | memoryview
 ) -> list[bytes | memoryview]:
     """The parts of the file of block `name`, 16 bytes, in which the KV of tokens `ids` lies as
@@ -231,7 +231,7 @@ class BlockFiles:
 
     def write(self, name: bytes, ids: Sequence[int], data: bytes | memoryview) -> bool:
         "Write block `name`; whether there was room for it. Raises `OSError`."
-        parts = encode(self.world, name, ids, data)
+        parts = encode_block(self.world, name, ids, data)
         if not self.room.make(sum(map(len, parts))):
             return False
         write_whole(self.path(name), parts)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.backend import Backend
-from ..core.cache import Shape
+from ..core.cache import KVShape
 from ..core.params import SamplingParams
 from ..errors import ModelError, Option, UnsupportedModelError
 from ..fast.packed import densify
@@ -76,7 +76,7 @@ class LoadedModel:
         if self.tokenizer is not None and self.tokenizer is not settings.tokenizer:
             hush(self.tokenizer)  # no object of the caller's
         self.loading_bytes = loading_peak(self._model) if self.own else 0
-        self.shapes: list[Shape] | None = None
+        self.shapes: list[KVShape] | None = None
         self.paddable: bool | None = None
         self.causal = True
         self.eos_ids: frozenset[int] = frozenset()

@@ -11,7 +11,7 @@ import math
 __all__ = []
 
 # %% ../../nbs/2_core/pacing.ipynb #613c3e59
-def moved(base: float | None, seconds: float) -> float:
+def moving_average(base: float | None, seconds: float) -> float:
     """The time of a step without the job, after one that took `seconds`: it follows a quicker step
     at once, and a slower one by and by."""
     if base is None:
@@ -81,7 +81,7 @@ class Pace:
             return  # a prompt was in it: nothing to compare it with
         if positions <= (not others):
             self.since = 0
-            self.base = moved(self.base, seconds)
+            self.base = moving_average(self.base, seconds)
         elif self.base is not None:
             factor = (
                 self.beside if others else self.late if self.unseen > self.quiet else self.alone

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Parts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'split_files', 'GGUFFile', 'split', 'plain_numbers', 'numbers_of',
-           'dequantize', 'Blocks', 'GroupedTensor', 'without_numbers']
+__all__ = ['QuantParts', 'QUANT_TYPES', 'quick_reader', 'open_gguf', 'split_files', 'GGUFFile', 'split', 'plain_numbers',
+           'numbers_of', 'dequantize', 'Blocks', 'GroupedTensor', 'without_numbers']
 
 # %% ../../nbs/3_models/gguf.ipynb #33cfe7b0
 import contextlib, functools, re, struct
@@ -194,7 +194,7 @@ def _shifted(blocks: torch.Tensor, *by: int) -> torch.Tensor:
     return blocks[..., None, :] >> torch.tensor(by, dtype=torch.uint8)[:, None]
 
 # %% ../../nbs/3_models/gguf.ipynb #029fdc35
-Parts = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QuantParts = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _k_scales(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,17 +206,17 @@ def _k_scales(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _half(b, 0).float() * scales, -(_half(b, 2).float() * offsets)
 
 
-def _q4_k(b: torch.Tensor) -> Parts:
+def _q4_k(b: torch.Tensor) -> QuantParts:
     return _nibbles(b[..., 16:].unflatten(-1, (4, 32))).flatten(-2), *_k_scales(b)
 
 
-def _q5_k(b: torch.Tensor) -> Parts:
+def _q5_k(b: torch.Tensor) -> QuantParts:
     low = _nibbles(b[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
     high = (_shifted(b[..., 16:48], *range(8)) & 1).flatten(-2)
     return low | high << 4, *_k_scales(b)
 
 
-def _q6_k(b: torch.Tensor) -> Parts:
+def _q6_k(b: torch.Tensor) -> QuantParts:
     low = _nibbles(b[..., :128].unflatten(-1, (2, 64))).flatten(-2)
     high = (_shifted(b[..., 128:192].unflatten(-1, (2, 32)), 0, 2, 4, 6) & 3).flatten(-3)
     scales = _half(b, 208).float() * _signed(b[..., 192:208])
@@ -224,7 +224,7 @@ def _q6_k(b: torch.Tensor) -> Parts:
 
 # %% ../../nbs/3_models/gguf.ipynb #f4743cb3
 # of each form: bytes of a block, weights of a block, bits of its numbers as they are given, and its parts
-QUANT_TYPES: dict[str, tuple[int, int, int, Callable[[torch.Tensor], Parts]]] = dict(
+QUANT_TYPES: dict[str, tuple[int, int, int, Callable[[torch.Tensor], QuantParts]]] = dict(
     Q4_0=(18, 32, 4, lambda b: (_signed(_nibbles(b[..., 2:])) - 8, _half(b, 0))),
     Q4_1=(20, 32, 4, lambda b: (_nibbles(b[..., 4:]), _half(b, 0), _half(b, 2))),
     Q5_0=(

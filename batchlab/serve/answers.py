@@ -19,7 +19,7 @@ from .messages import PING, MessageParts, MessageRequest, event_bytes, is_messag
 from .messages import message_body, message_error
 from ..jobs.schema import ApiRequest, Parts, at_fault, choice_of, echoed
 from ..jobs.settings import BadRequest
-from ..jobs.schema import error_body, head_of, prompt_logprobs_of, text_logprobs, usage_of
+from ..jobs.schema import error_body, body_head, prompt_logprobs_of, text_logprobs, usage_of
 from ..jobs.responses import ResponseParts, ResponseRequest, renamed, response_head
 from ..jobs.responses import response_of
 from ..jobs.pooling import PoolingRequest, pooling_body
@@ -333,7 +333,7 @@ class TextAnswer(Answer):
                     choice["token_ids"] = token_ids
                     choice |= {} if a.chat else dict(prompt_token_ids=prompt)
                 choices.append(choice)
-        body = head_of(a.kind, self.name, self.model)
+        body = body_head(a.kind, self.name, self.model)
         body |= dict(choices=choices, usage=self.usage(outs))
         if a.chat and p.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs_of(outs[0])
@@ -432,7 +432,7 @@ class StreamedAnswer(TextAnswer):
         await self._send(send, f"data: {error}\n\ndata: [DONE]\n\n".encode(), last=True)
 
 # %% ../../nbs/7_serve/answers.ipynb #srv22msgb
-def named(send: Send, name: str) -> Send:
+def with_request_id(send: Send, name: str) -> Send:
     "`send`, which adds the id of request `name` to the headers."
 
     async def sent(message: Message) -> None:
@@ -453,7 +453,7 @@ class MessageAnswer(TextAnswer):
         async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
             [out] = [o async for _, o in outputs]
         body = message_body(self.asked, out, self.name, self.model)
-        await json_response(body)(self.scope, UNREAD, named(send, self.name))
+        await json_response(body)(self.scope, UNREAD, with_request_id(send, self.name))
         return self.usage([out])
 
 
@@ -463,7 +463,7 @@ class StreamedMessage(StreamedAnswer):
     asked: MessageRequest
 
     async def make(self, send: Send) -> dict[str, Any]:
-        return await super().make(named(send, self.name))
+        return await super().make(with_request_id(send, self.name))
 
     async def _parts(self, send: Send) -> dict[str, Any]:
         parts, out = MessageParts(self.asked, self.name, self.model), None

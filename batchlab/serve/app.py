@@ -157,13 +157,13 @@ class DetokenizeBody(Body):
 _UNKNOWN = ToolFormat("", "", "")  # until a request has tools
 
 
-def parse(body: dict[str, Any], model: type[B]) -> B:
+def parsed_body(body: dict[str, Any], model: type[B]) -> B:
     "`body` as a `model`. Raises `BadRequest`."
     with about(body):
         return read(model, body)
 
 
-def parse_chat(body: dict[str, Any]) -> ApiRequest:
+def chat_request(body: dict[str, Any]) -> ApiRequest:
     "The `ApiRequest` of a chat, with its tools. Raises `BadRequest`."
     tools = take_tools(body)
     asked = parse_online(body, "chat")
@@ -186,21 +186,21 @@ class Api:
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
         "`(method, path, what reads the body, what answers it or the request)` of all."
-        count = partial(parse_count, parse=parse_chat)
+        count = partial(parse_count, parse=chat_request)
         pools = [
             ("POST", path, partial(parse_pooling, kind=kind), self.pool)
             for path, kind in POOLING_URLS.items()
         ]
         return [
-            ("POST", "/v1/chat/completions", parse_chat, self.complete),
+            ("POST", "/v1/chat/completions", chat_request, self.complete),
             ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
             ("POST", "/v1/responses", read_response, self.respond),
             ("POST", "/v1/responses/input_tokens", read_response, self.input_tokens),
-            ("POST", "/v1/messages", partial(parse_messages, parse=parse_chat), self.message),
+            ("POST", "/v1/messages", partial(parse_messages, parse=chat_request), self.message),
             ("POST", "/v1/messages/count_tokens", count, self.count_tokens),
             *pools,
-            ("POST", "/tokenize", partial(parse, model=TokenizeBody), self.tokenize),
-            ("POST", "/detokenize", partial(parse, model=DetokenizeBody), self.detokenize),
+            ("POST", "/tokenize", partial(parsed_body, model=TokenizeBody), self.tokenize),
+            ("POST", "/detokenize", partial(parsed_body, model=DetokenizeBody), self.detokenize),
             ("GET", "/tokenizer_info", None, self.tokenizer),
             ("GET", "/v1/models", None, self.models),
             ("GET", "/v1/models/{name:path}", None, self.model),
@@ -539,7 +539,7 @@ class BodyLimit:
         await self.app(scope, body.receive, body.send)
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00051-5
-class RequestLog:
+class AccessLog:
     """ASGI middleware: one line for each request: method, path, status, seconds, and what the
     endpoint `said`. No headers, no queries."""
 
@@ -733,7 +733,7 @@ def create_app(
     app.add_middleware(BodyLimit, limits={"/v1/files": max_upload, "": max_body}, patience=patience)
     _guard(app, api_key, names, origins)
     if say:
-        app.add_middleware(RequestLog, say=say)
+        app.add_middleware(AccessLog, say=say)
     return app
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00073

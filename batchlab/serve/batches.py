@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # looking at files needs no torch
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'WINDOW', 'disk_error', 'steady_time', 'BatchStore', 'NewFile', 'create_file', 'remove_file', 'sweep_files',
-           'get_file', 'open_file', 'Expiry', 'NewBatch', 'create_batch', 'get_batch', 'next_batch', 'move_batch',
-           'cancel_batch', 'BatchRunner']
+__all__ = ['log', 'COMPLETION_WINDOW', 'disk_error', 'steady_time', 'BatchStore', 'NewFile', 'create_file', 'remove_file',
+           'sweep_files', 'get_file', 'open_file', 'Expiry', 'NewBatch', 'create_batch', 'get_batch', 'next_batch',
+           'move_batch', 'cancel_batch', 'BatchRunner']
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22e028b
 def disk_error(e: OSError | sqlite3.Error) -> BadRequest:
@@ -51,10 +51,12 @@ def disk_error(e: OSError | sqlite3.Error) -> BadRequest:
     )
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ac3664
-MADE = re.compile(
+OWN_FILE = re.compile(
     r"(file-[0-9a-f]{24})\.jsonl(|\.part|\.gone|\.new|\.batchlab\.new|\.batchlab)"
 )  # the names that a server gives in `files`
-OWN = re.compile(rf"files|lost|lost\+found|state\.sqlite.*|(files/)?\..*|files/{MADE.pattern}")
+OWN_PATH = re.compile(
+    rf"files|lost|lost\+found|state\.sqlite.*|(files/)?\..*|files/{OWN_FILE.pattern}"
+)
 
 
 def check_folder(path: Path) -> None:
@@ -67,7 +69,7 @@ def check_folder(path: Path) -> None:
     if lock in there and not lock.stat().st_size:
         there.remove(lock)
     names = sorted(p.relative_to(path).as_posix() for p in there)
-    if others := [name for name in names if not OWN.fullmatch(name)]:
+    if others := [name for name in names if not OWN_PATH.fullmatch(name)]:
         raise JobError(
             f"{path} is in use for other things ({', '.join(others[:3]):.200}): give a folder that "
             "is empty or not there yet, or one that a server had"
@@ -107,7 +109,7 @@ def check_table(db: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError(f"the object {id!r:.40} can not be read")
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ac3667
-TABLE = """pragma journal_mode=wal; pragma synchronous=full;
+BATCH_TABLES = """pragma journal_mode=wal; pragma synchronous=full;
     create table if not exists objects(number integer primary key autoincrement, id text unique,
         kind text, expires integer, ended integer, object text, own text);"""
 
@@ -159,7 +161,7 @@ class BatchStore:
                 for _ in range(2)
             )
             check_table(self.db)
-            self.db.executescript(TABLE)
+            self.db.executescript(BATCH_TABLES)
             clear_leftovers(self)
             self.opened = opened.pop_all()
 
@@ -204,7 +206,7 @@ class BatchStore:
             return self.reader.execute(sql, values).fetchall()
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2st0003
-ENDED = "failed", "completed", "expired", "cancelled"
+ENDED_STATES = "failed", "completed", "expired", "cancelled"
 
 
 def put(db: sqlite3.Connection, object: dict[str, Any], own: dict[str, Any] | None = None) -> None:
@@ -216,7 +218,7 @@ def put(db: sqlite3.Connection, object: dict[str, Any], own: dict[str, Any] | No
             object["id"],
             object["object"],
             object.get("expires_at"),
-            object["status"] in ENDED,
+            object["status"] in ENDED_STATES,
             json.dumps(object),
             json.dumps(own or {}),
         ),
@@ -230,7 +232,7 @@ def find(store: BatchStore, kind: str, id: str, column: str = "object") -> dict[
     raise BadRequest(f"no {kind} {id!r:.80}", "not_found", f"{kind}_id")
 
 
-def page_of(
+def page_of_objects(
     store: BatchStore,
     kind: str,
     after: str | None = None,
@@ -398,7 +400,7 @@ def clear_leftovers(store: BatchStore) -> None:
     written = {id for (own,) in owned for id in json.loads(own).values()}
     lost, to = 0, store.path / "lost"
     for path in sorted((store.path / "files").iterdir()):
-        if not (made := MADE.fullmatch(path.name)):
+        if not (made := OWN_FILE.fullmatch(path.name)):
             continue
         (id, state), whole = made.groups(), store.file(made[1])
         if state == ".batchlab":
@@ -418,7 +420,7 @@ def clear_leftovers(store: BatchStore) -> None:
         log.warning("%s of files and answers moved to %s: no state.sqlite names them", lost, to)
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62
-WINDOW = 24 * 3600
+COMPLETION_WINDOW = 24 * 3600
 
 
 class Expiry(Body):
@@ -461,7 +463,7 @@ def create_batch(store: BatchStore, body: dict[str, Any]) -> dict[str, Any]:
         **asked.model_dump(exclude={"output_expires_after"}, exclude_none=True),
         status="validating",
         created_at=now,
-        expires_at=now + WINDOW,
+        expires_at=now + COMPLETION_WINDOW,
         request_counts=dict(total=0, completed=0, failed=0),
     )
     own = dict(output=new_id("file-"), error=new_id("file-"), expires=expiry and expiry.seconds)
@@ -515,7 +517,7 @@ def move_batch(store: BatchStore, id: str, status: str, **more: Any) -> dict[str
     its fields change too. Returns it."""
     with store.change() as db:
         batch = get_batch(store, id)
-        if batch["status"] in ENDED:
+        if batch["status"] in ENDED_STATES:
             return batch
         batch |= more
         if batch["status"] != "cancelling":
@@ -531,7 +533,7 @@ def cancel_batch(store: BatchStore, id: str) -> dict[str, Any]:
         batch, now = get_batch(store, id), store.now()
         if (status := batch["status"]) in ("cancelling", "cancelled"):
             return batch
-        if status in ENDED:
+        if status in ENDED_STATES:
             why = f"{id} is {status}: there is nothing left to cancel"
             raise BadRequest(why, "batch_ended", "batch_id")
         batch |= dict(status="cancelling", cancelling_at=now)
@@ -555,7 +557,7 @@ def end_batch(store: BatchStore, id: str, status: str, **more: Any) -> dict[str,
     with store.change() as db:
         batch, own = get_batch(store, id), find(store, "batch", id, "own")
         now = store.now()
-        if batch["status"] in ENDED:
+        if batch["status"] in ENDED_STATES:
             return batch
         if expired and status == "completed":
             status = "expired"
@@ -741,7 +743,7 @@ def show_batch(runner: BatchRunner, batch: dict[str, Any]) -> dict[str, Any]:
     "`batch` with the counts of this moment."
     job = runner.job
     r = getattr(job, "result", None)  # while its lines run
-    if not job or r is None or job.id != batch["id"] or batch["status"] in ENDED:
+    if not job or r is None or job.id != batch["id"] or batch["status"] in ENDED_STATES:
         return batch
     counts = dict(total=r.total, completed=r.answered, failed=r.failed)
     return batch | dict(request_counts=counts)
@@ -834,7 +836,7 @@ def validate(runner: BatchRunner, job: BatchJob) -> str:
     return move_batch(store, job.id, "in_progress", **more)["status"]
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22a1013
-def end_of(runner: BatchRunner, id: str) -> str | None:
+def why_ended(runner: BatchRunner, id: str) -> str | None:
     "Why batch `id` is to end before its lines are done, or None."
     if runner.stopping:
         return "stop"
@@ -858,11 +860,11 @@ def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
         others=runner.others,
         id=id,
         endpoint=batch["endpoint"],
-        ends=lambda: end_of(runner, id),
+        ends=lambda: why_ended(runner, id),
     )
 
 
-def run_lines(runner: BatchRunner, job: BatchJob) -> bool:
+def run_batch_lines(runner: BatchRunner, job: BatchJob) -> bool:
     """Run the lines of `job` that have no answer; if its time is over, they get an error. Whether
     its batch can be ended now."""
     if job.run(runner.llm).done == job.result.total:
@@ -882,7 +884,7 @@ def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
     try:
         if status == "validating":
             status = validate(runner, job)
-        if status in ENDED or status != "cancelling" and not run_lines(runner, job):
+        if status in ENDED_STATES or status != "cancelling" and not run_batch_lines(runner, job):
             return
         move_batch(store, id, "finalizing")
         end_batch(store, id, "completed")

@@ -172,15 +172,15 @@ def check_results(turns: list[Turn]) -> None:
             )
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00015
-def content_of(blocks: list[Any]) -> Any:
+def chat_content(blocks: list[Any]) -> Any:
     "The text of `blocks` as the content of a chat message: a string, or parts if there are several."
     parts = text_parts(blocks)
     return parts if len(parts) > 1 else parts[0]["text"] if parts else ""
 
 
-def result_of(block: ToolResultBlock, where: str) -> dict[str, Any]:
+def tool_result_of(block: ToolResultBlock, where: str) -> dict[str, Any]:
     "The result of a tool as a message of a chat. Raises `ParamError`."
-    content = content_of(read_blocks(block.content, f"{where}.content", MAY["system"]))
+    content = chat_content(read_blocks(block.content, f"{where}.content", MAY["system"]))
     if block.is_error:
         error = [dict(type="text", text="Error:")]
         content = f"Error: {content}" if isinstance(content, str) else error + content
@@ -196,12 +196,12 @@ def call_of(block: ToolUseBlock) -> dict[str, Any]:
 def turn_messages(turn: Turn) -> list[dict[str, Any]]:
     "The messages of a chat that a turn stands for. Raises `ParamError`."
     role, blocks = turn
-    found = [result_of(b, "tool_result") for b in blocks if b.type == "tool_result"]
+    found = [tool_result_of(b, "tool_result") for b in blocks if b.type == "tool_result"]
     calls = [call_of(b) for b in blocks if b.type == "tool_use"]
     if calls:
-        found.append(dict(role=role, content=content_of(blocks) or None, tool_calls=calls))
+        found.append(dict(role=role, content=chat_content(blocks) or None, tool_calls=calls))
     elif text_parts(blocks) or not found and role != "system":
-        found.append(dict(role=role, content=content_of(blocks)))
+        found.append(dict(role=role, content=chat_content(blocks)))
     return found
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00017
@@ -232,7 +232,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class Thinking(Body):
+class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Whole | None = None
     display: Any = None
@@ -273,10 +273,10 @@ class MessagesBody(Body):
     tool_choice: Choice | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None  # as its first version has it
-    thinking: Thinking | None = None
+    thinking: ThinkingBody | None = None
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00024
-OWN = {*"seed min_p priority ignore_eos min_tokens chat_template_kwargs".split()}
+EXTRA_KEYS = {*"seed min_p priority ignore_eos min_tokens chat_template_kwargs".split()}
 NO_EFFECT = {
     *"cache_control metadata service_tier diagnostics user_profile_id workspace_id".split()
 }
@@ -324,7 +324,7 @@ def chat_tools(tools: list[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def chat_choice(choice: Choice) -> dict[str, Any]:
+def chat_choice_of(choice: Choice) -> dict[str, Any]:
     "`tool_choice` as a chat has it. Raises `ParamError`."
     if (choice.type == "tool") != (choice.name is not None):
         raise ParamError("tool_choice has a name if its type is 'tool'", field="tool_choice")
@@ -334,7 +334,7 @@ def chat_choice(choice: Choice) -> dict[str, Any]:
     return dict(tool_choice=names[choice.type]) | own
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00028
-def thinking_of(asked: MessagesBody, own: dict[str, Any]) -> dict[str, Any]:
+def thinking_wanted(asked: MessagesBody, own: dict[str, Any]) -> dict[str, Any]:
     """What `thinking` and `output_config.effort` say to a chat; `own`: the request's
     `chat_template_kwargs`, which come first."""
     found: dict[str, Any] = dict(reasoning_effort=asked.output_config.effort)
@@ -346,22 +346,22 @@ def thinking_of(asked: MessagesBody, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
-    "See `chat_body`."
+    "See `chat_of_message`."
     rest = {k: v for k, v in body.items() if k not in NO_EFFECT}
     refuse_unsupported(rest)
-    own = {k: rest.pop(k) for k in OWN & rest.keys()}
+    own = {k: rest.pop(k) for k in EXTRA_KEYS & rest.keys()}
     asked = take(MessagesBody, rest)
     if rest:
         known = {k: v for k, v in body.items() if k in MessagesBody.model_fields}
         read(MessagesBody, known | rest)  # which names the first that is unknown
     form = asked.output_config.format or asked.output_format
     kwargs = own.get("chat_template_kwargs")
-    found = own | thinking_of(asked, kwargs if isinstance(kwargs, dict) else {})
+    found = own | thinking_wanted(asked, kwargs if isinstance(kwargs, dict) else {})
     found |= {k: getattr(asked, k) for k in "model max_tokens temperature top_p top_k".split()}
     found |= conversation_of(asked.system, asked.messages)
     found |= dict(stream=asked.stream, stop=asked.stop_sequences or None)
     found["tools"] = chat_tools(asked.tools) or None
-    found |= chat_choice(asked.tool_choice) if asked.tool_choice else {}
+    found |= chat_choice_of(asked.tool_choice) if asked.tool_choice else {}
     if form:
         found["response_format"] = dict(
             type="json_schema", json_schema=dict(name="answer", schema=form.schema_)
@@ -369,7 +369,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None}
 
 
-def chat_body(body: dict[str, Any]) -> dict[str, Any]:
+def chat_of_message(body: dict[str, Any]) -> dict[str, Any]:
     """The body of /v1/messages as that of /v1/chat/completions. Raises `BadRequest`, which names
     what is wrong by its place in `body`, and each thing that is not supported."""
     with about(body):
@@ -385,7 +385,7 @@ def parse_messages(
 ) -> MessageRequest:
     """The request of a body of /v1/messages; `parse`: reads the body of a chat. Raises
     `BadRequest`."""
-    return MessageRequest(**vars(parse(chat_body(body))))
+    return MessageRequest(**vars(parse(chat_of_message(body))))
 
 
 def parse_count(
@@ -476,7 +476,7 @@ def usage_of_message(out: RequestOutput) -> dict[str, Any]:
     )
 
 
-def end_of(out: RequestOutput, blocks: MessageBlocks, most: int | None) -> dict[str, Any]:
+def stop_of(out: RequestOutput, blocks: MessageBlocks, most: int | None) -> dict[str, Any]:
     "`stop_reason` and `stop_sequence` of an answer that may have `most` tokens."
     c = out.outputs[0]
     sequence = None
@@ -502,7 +502,7 @@ def message_body(asked: MessageRequest, out: RequestOutput, name: str, model: st
     blocks = MessageBlocks(asked, name)
     blocks.add(out.outputs[0].text, True, out.outputs[0].reasoning or "")
     usage = usage_of_message(out) | dict(service_tier="standard")
-    end = end_of(out, blocks, asked.params.max_tokens)
+    end = stop_of(out, blocks, asked.params.max_tokens)
     return message_head(name, model) | dict(content=blocks.content) | end | dict(usage=usage)
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00040
@@ -542,7 +542,7 @@ class MessageParts:
 
     def end(self, out: RequestOutput) -> bytes:
         "The last events."
-        delta = end_of(out, self.blocks, self.asked.params.max_tokens)
+        delta = stop_of(out, self.blocks, self.asked.params.max_tokens)
         last = dict(type="message_delta", delta=delta, usage=usage_of_message(out))
         return event_bytes(last, dict(type="message_stop"))
 
@@ -556,7 +556,7 @@ TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-NAMES = {
+API_NAMES = {
     r"\bstop\b": "stop_sequences",
     r"\b(response_format|structured_outputs)\b": "output_config.format",
     r"\.function\.parameters": ".input_schema",
@@ -576,7 +576,7 @@ def message_error(e: BadRequest) -> tuple[int, dict[str, Any]]:
     status = {408: 504, 503: 529}.get(status, status)
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     said = f"prompt is too long: {e}" if e.code == "context_length_exceeded" else str(e)
-    for name, own in NAMES.items() if e.param in ("stop", "response_format", "tools") else ():
+    for name, own in API_NAMES.items() if e.param in ("stop", "response_format", "tools") else ():
         said = re.sub(name, own, said)
     if len(said) > MESSAGE:
         said = f"{said[:MESSAGE]}…"

@@ -65,7 +65,7 @@ class Lookout:
             )
 
 # %% ../../nbs/7_serve/page.ipynb #pag00014
-def facts_of(api: Any) -> dict[str, Any]:
+def server_facts(api: Any) -> dict[str, Any]:
     "What the server itself knows: `api` is that of `create_app`."
     answers = list(api.llm.answers.values())
     return dict(
@@ -91,7 +91,7 @@ async def feed(live: Live, api: Any, more: dict[str, Any]) -> AsyncGenerator[byt
     seen, before, sent = 0, None, 0.0
     while not api.limits.draining:
         if (shot := live.look()) is not None:
-            now = shot | facts_of(api) | more
+            now = shot | server_facts(api) | more
             same = {k: v for k, v in now.items() if k != "t"}
             if same != before or time.perf_counter() - sent > IDLE:
                 steps = steps_of(live, seen, now["num_steps"])

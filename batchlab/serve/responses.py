@@ -36,12 +36,12 @@ __all__ = ['log', 'on_disk', 'request_for', 'ResponseRunner', 'create_response',
 
 # %% ../../nbs/7_serve/kept.ipynb #892253fe
 KEPT = 30 * 24 * 3600  # seconds
-TABLE = """create table if not exists responses(number integer primary key autoincrement,
+RESPONSE_TABLE = """create table if not exists responses(number integer primary key autoincrement,
     id text unique, previous text, expires integer, waits integer, priority integer,
     response text, items text, line text);
     create index if not exists responses_waiting on responses(priority, number) where waits;
     create index if not exists responses_expiring on responses(expires) where not waits;"""
-ENDED = """update responses set waits=0, line=null, expires=max(expires, ?), response=?
+END_SQL = """update responses set waits=0, line=null, expires=max(expires, ?), response=?
     where number=?"""
 CHAIN = """with recursive chain(id, previous, place) as (
     select id, previous, 0 from responses where id=? union all
@@ -169,7 +169,7 @@ class BackgroundLines(LiveLines):
         LiveLines.submit(self, [item for item in items if self.is_low(item[0])])
 
 # %% ../../nbs/7_serve/kept.ipynb #9c4e9a7a
-def line_of(asked: ResponseRequest, id: str) -> str:
+def background_line(asked: ResponseRequest, id: str) -> str:
     "The line of a Batch file that asks for the same as `asked`."
     body = {k: v for k, v in asked.body.items() if k not in ("stream", "priority")}
     return json.dumps(dict(custom_id=id, url="/v1/chat/completions", body=body))
@@ -200,7 +200,7 @@ class ResponseRunner:
     others: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        self.store.db.executescript(TABLE)
+        self.store.db.executescript(RESPONSE_TABLE)
         self.changed, self.stopping, self.news = threading.Condition(), False, True
         self.thread: threading.Thread | None = None
         self.running: dict[int, str] = {}  # the engine's id of each row that runs
@@ -250,7 +250,7 @@ def create_response(
     wanted = asked.wanted
     head = response_head(wanted, asked.params, name or secrets.token_hex(12), model, True)
     response = head | dict(status="queued")
-    line = line_of(asked, response["id"])
+    line = background_line(asked, response["id"])
     keep_response(runner.store, response, wanted.items, line, asked.priority, most)
     runner.wake()
     return response
@@ -273,7 +273,7 @@ def cancel_response(runner: ResponseRunner, id: str) -> dict[str, Any]:
             raise BadRequest(why, param="response_id")
         if waits:
             response |= dict(status="cancelled")
-            db.execute(ENDED, (runner.store.now() + KEPT, json.dumps(response), number))
+            db.execute(END_SQL, (runner.store.now() + KEPT, json.dumps(response), number))
     if waits:
         runner.withdraw(number)
     return response
@@ -338,7 +338,7 @@ def write_ended(runner: ResponseRunner, ended: list[tuple[JobLine, dict[str, Any
             sql = "select response from responses where waits and number=?"
             for (text,) in store.rows(sql, line.number):
                 response = json.dumps(ended_response(json.loads(text), line, record))
-                db.execute(ENDED, (until, response, line.number))
+                db.execute(END_SQL, (until, response, line.number))
     runner.news = True  # there is room
     del ended[:]
 

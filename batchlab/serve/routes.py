@@ -25,7 +25,7 @@ from batchlab.serve.batches import (
     get_batch,
     get_file,
     open_file,
-    page_of,
+    page_of_objects,
     remove_file,
     show_batch,
     sweep_files,
@@ -58,7 +58,7 @@ class Fields(Body):
     expires_after: Expiry | None = None
 
 
-def fields_of(form: dict[str, str]) -> Fields:
+def upload_fields(form: dict[str, str]) -> Fields:
     "The `Fields` of `form`, which has a text for each. Raises `BadRequest`."
     keys = {k: f"expires_after[{k}]" for k in ("anchor", "seconds")}
     expiry = {k: form[name] for k, name in keys.items() if name in form} or None
@@ -111,7 +111,7 @@ async def limited(chunks: AsyncIterator[bytes], most: int) -> AsyncGenerator[byt
         yield chunk
 
 
-async def form_of(request: Request, most: int) -> FormData:
+async def upload_form(request: Request, most: int) -> FormData:
     "The form that `request` brings, with a file of at most `most` bytes. Raises `BadRequest`."
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
@@ -135,7 +135,7 @@ async def upload(store: BatchStore, most: int, request: Request) -> dict[str, An
         size = request.headers.get("content-length", "0")
         if size.isdecimal() and int(size[:15]) > most + 2**20:
             raise too_large(most)
-        form = await form_of(request, most)
+        form = await upload_form(request, most)
     except (BadRequest, OSError):
         await drain(request)
         raise
@@ -144,7 +144,7 @@ async def upload(store: BatchStore, most: int, request: Request) -> dict[str, An
             raise BadRequest("the form has no file", param="file")
         if (file.size or 0) > most:
             raise too_large(most)
-        asked = fields_of({k: v for k, v in form.items() if isinstance(v, str)})
+        asked = upload_fields({k: v for k, v in form.items() if isinstance(v, str)})
         expires = asked.expires_after and asked.expires_after.seconds
         parts = iter(lambda: file.file.read(2**18), b"")
         return await run_in_threadpool(
@@ -154,7 +154,7 @@ async def upload(store: BatchStore, most: int, request: Request) -> dict[str, An
         await form.close()
 
 
-def content_of(store: BatchStore, id: str) -> Response:
+def file_content(store: BatchStore, id: str) -> Response:
     "The bytes of a file, as they are read. Raises `BadRequest`."
     f = open_file(store, id)
 
@@ -205,7 +205,7 @@ def batch_router(
     def list_files(r: Request) -> dict[str, Any]:
         q = r.query_params
         more: Any = dict(order=q.get("order", "desc"), purpose=q.get("purpose"))
-        return page_of(sweep_files(store), "file", **page_asked(q, 10_000, 10_000), **more)
+        return page_of_objects(sweep_files(store), "file", **page_asked(q, 10_000, 10_000), **more)
 
     def delete_file(r: Request) -> dict[str, Any]:
         remove_file(sweep_files(store), id(r))
@@ -215,7 +215,7 @@ def batch_router(
         return await run_in_threadpool(runner.create, await body_of(r))
 
     def list_batches(r: Request) -> dict[str, Any]:
-        page = page_of(store, "batch", **page_asked(r.query_params, 100, 20))
+        page = page_of_objects(store, "batch", **page_asked(r.query_params, 100, 20))
         return page | dict(data=[show_batch(runner, batch) for batch in page["data"]])
 
     for method, path, act in [
@@ -223,7 +223,7 @@ def batch_router(
         ("GET", "/v1/files", list_files),
         ("GET", "/v1/files/{id}", lambda r: get_file(store, id(r))),
         ("DELETE", "/v1/files/{id}", delete_file),
-        ("GET", "/v1/files/{id}/content", lambda r: content_of(store, id(r))),
+        ("GET", "/v1/files/{id}/content", lambda r: file_content(store, id(r))),
         ("POST", "/v1/batches", new_batch),
         ("GET", "/v1/batches", list_batches),
         ("GET", "/v1/batches/{id}", lambda r: show_batch(runner, get_batch(store, id(r)))),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.blocks import common_length
+from ..core.blocks import shared_length
 from ..errors import AdapterError, ModelError, ParamError, PromptError
 from batchlab.llm.inputs import (
     Bar,
@@ -39,8 +39,8 @@ from ..core.params import SamplingParams
 from ..llm.shown import CallBar
 
 # %% auto #0
-__all__ = ['split_choices', 'encode_choices', 'requests_for', 'asking', 'ChoiceScores', 'take', 'check_choices', 'choices_for',
-           'choose']
+__all__ = ['split_choices', 'encode_choices', 'requests_for', 'asking', 'ChoiceScores', 'note_scores', 'check_choices',
+           'choices_for', 'choose']
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433000e
 def split_choices(
@@ -50,7 +50,7 @@ def split_choices(
     prompt, and what each has after that.
 
     Each keeps one token at least. `prompt_ids`: the prompt alone, encoded."""
-    n = min(min(common_length(prompt_ids, w), len(w) - 1) for w in wholes)
+    n = min(min(shared_length(prompt_ids, w), len(w) - 1) for w in wholes)
     return list(prompt_ids[:n]), [list(w[n:]) for w in wholes]
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c4330011
@@ -192,7 +192,7 @@ class ChoiceScores:
         return [dict(best=self.best, **shares, error=self.error)]
 
 # %% ../../nbs/5_tasks/33_choices.ipynb #c433001e-1
-def take(scores: ChoiceScores, tail: tuple[int, ...], out: RequestOutput) -> None:
+def note_scores(scores: ChoiceScores, tail: tuple[int, ...], out: RequestOutput) -> None:
     "Note in `scores` what the request `out`, with `tail` behind the prompt, says of its choices."
     if out.error or scores.error:
         scores.error = scores.error or out.error
@@ -289,7 +289,7 @@ def choose(
     )
     with CallBar(len(read), use_tqdm) as bar:
         for i, out in finished(llm.events(read, longest_first=True), bar.count):
-            take(asked[i][0], asked[i][2], out)
+            note_scores(asked[i][0], asked[i][2], out)
             bar.update()
     log_failures(found)
     return found

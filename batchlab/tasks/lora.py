@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestGroup
 
 # %% auto #0
-__all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'content_of',
+__all__ = ['ADAPTER_FILES', 'AdapterChoice', 'AdapterChoices', 'LoRARequest', 'AdapterConfig', 'read_adapter', 'files_digest',
            'signature_of', 'Adapter', 'Adapters', 'read_modules', 'open_for', 'look_up', 'put_adapter', 'adapters_for',
            'plan_adapters', 'adapter_named', 'adapter_names', 'check_folders', 'check_modules']
 
@@ -333,7 +333,7 @@ def read_adapter(
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 
-def content_of(folder: Path) -> bytes:
+def files_digest(folder: Path) -> bytes:
     "32 bytes that tell the files of an adapter from all others."
     files = (folder / name for name in ADAPTER_FILES)
     parts = (f.read_bytes() if f.is_file() else b"" for f in files)
@@ -379,7 +379,7 @@ class Adapter:
     def changed(self) -> bool:
         "Whether its files are others than when it was asked for."
         return signature_of(self.folder) != self.signature or (
-            self.content != b"" and content_of(self.folder) != self.content
+            self.content != b"" and files_digest(self.folder) != self.content
         )
 
 # %% ../../nbs/5_tasks/lora.ipynb #lor00050
@@ -517,7 +517,7 @@ class Adapters:
         "16 hex digits that change with the files of `modules`."
         h = hashlib.blake2b(digest_size=8)
         for name, r in sorted(self.modules.items()):
-            h.update(name.encode() + b"\0" + content_of(Path(r.lora_path)))
+            h.update(name.encode() + b"\0" + files_digest(Path(r.lora_path)))
         return h.hexdigest()
 
     def find(self, asked: object) -> LoRARequest:
@@ -557,7 +557,7 @@ class Adapters:
             )
         ranks = {name: len(part.down) for name, part in parts.items()}
         number, nbytes = next(self.numbers), self._bytes(ranks)
-        content = content_of(Path(request.lora_path)) if self.by_content else b""
+        content = files_digest(Path(request.lora_path)) if self.by_content else b""
         if content:
             self.contents[number] = content
         return Adapter(number, request, signature, nbytes, max(ranks.values()), content=content)

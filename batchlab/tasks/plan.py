@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..core.request import Count, Request, RowOutput
+from ..core.request import CountTask, Request, RowOutput
 from ..core.scheduler import Scheduler
 from ..llm.config import Limits, free_memory, total_memory
 from ..llm.kvfiles import stored
@@ -20,14 +20,14 @@ from ..llm.outputs import MemoryPlan, RequestGroup
 from ..llm.settings import LLMSettings
 from ..llm.rectangle import round_up
 from .lora import Adapters, plan_adapters
-from .speculation import WIDEST
+from .speculation import WIDEST_STEP
 
 # %% auto #0
-__all__ = ['WIDTHS', 'LIBRARIES_BYTES', 'in_order', 'simulate', 'workspace_bytes', 'libraries_bytes', 'machine_memory',
+__all__ = ['WIDTHS', 'LIBRARIES_BYTES', 'queue_order', 'simulate', 'workspace_bytes', 'libraries_bytes', 'machine_memory',
            'limits_in', 'store_bytes', 'make_plan']
 
 # %% ../../nbs/2_core/plan.ipynb #5ac1984c
-def in_order(settings: LLMSettings, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
+def queue_order(settings: LLMSettings, groups: Sequence[RequestGroup]) -> list[RequestGroup]:
     """The order in which a call queues `groups`: the longest first, unless the strategy goes by
     the order given."""
     if settings.strategy != "continuous":
@@ -49,7 +49,7 @@ def simulate(
                 r.max_tokens,
                 r.priority,
                 adapter=r.adapter,
-                task=Count(first if first < r.num_tokens - 1 else None),
+                task=CountTask(first if first < r.num_tokens - 1 else None),
             )
         )
     slots = rows = 0
@@ -72,7 +72,7 @@ def workspace_bytes(loaded: LoadedModel, slots: int) -> int:
     config = loaded.model.config.get_text_config()
     known = [n for name in WIDTHS if isinstance(n := getattr(config, name, None), int)]
     widest = max(known or [4 * config.hidden_size], default=0)
-    rows = slots if loaded.settings.speculation is None else max(slots, WIDEST)
+    rows = slots if loaded.settings.speculation is None else max(slots, WIDEST_STEP)
     logits = 4 * rows * loaded.vocab_size if loaded.can_generate else 0
     return 3 * loaded.limits.max_num_batched_tokens * widest * loaded.model.dtype.itemsize + logits
 
@@ -143,7 +143,7 @@ def make_plan(
     """The `MemoryPlan` of prompts that were made ready by `admit`, for this machine or one with
     `memory_bytes`."""
     loaded = engines.loaded
-    rs = [r for g in in_order(loaded.settings, groups) for r in g.requests]
+    rs = [r for g in queue_order(loaded.settings, groups) for r in g.requests]
     lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
     size, found = loaded.backend.block_size, None
     l = limits_in(loaded, memory_bytes, max(lengths, default=0))

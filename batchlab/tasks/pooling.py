@@ -50,10 +50,10 @@ log = logging.getLogger("batchlab")
 
 # %% auto #0
 __all__ = ['log', 'POOLINGS', 'pool', 'head_logits', 'has_head', 'check_head', 'activation_for', 'max_positions', 'tasks_of',
-           'score_activation_for', 'pooling_of', 'num_types_of', 'Pooler', 'pooler_of', 'task_of', 'layers_of',
-           'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts', 'too_many', 'check_count', 'text_limit',
-           'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'PoolOptions', 'pool_prompts', 'encode',
-           'reward', 'score']
+           'score_activation_for', 'pooling_of', 'num_types_of', 'Pooler', 'pooler_of', 'task_of', 'wanted_layers',
+           'types_of', 'pool_row', 'Pooling', 'EncodedText', 'encode_texts', 'too_many_tokens', 'check_num_tokens',
+           'text_limit', 'pooling_ids', 'admit_pooling', 'pair_up', 'text_and_answer', 'PoolOptions', 'pool_prompts',
+           'encode_states', 'reward', 'score']
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00011
 POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
@@ -395,7 +395,7 @@ def task_of(row: Row) -> Pooling:
     return row.request.task
 
 
-def layers_of(tasks: Sequence[Pooling]) -> list[int]:
+def wanted_layers(tasks: Sequence[Pooling]) -> list[int]:
     """The layers that any of `tasks` asks for, ascending, with the last if one asks for none; []
     if none asks."""
     asked = {i for task in tasks for i in task.layers or ()}
@@ -458,12 +458,12 @@ class Pooling(Task):
             causal=tasks[0].pooler.causal,
             hidden=True,
             token_types=types_of(rows, tasks),
-            layers=layers_of(tasks),
+            layers=wanted_layers(tasks),
         )
 
     @classmethod
     def take_all(cls, rows: Sequence[Row], outputs: torch.Tensor) -> list[RowOutput]:
-        layers = layers_of([task_of(row) for row in rows])
+        layers = wanted_layers([task_of(row) for row in rows])
         found, end = [], 0
         for row in rows:
             start, end = end, end + row.num_logits
@@ -522,15 +522,15 @@ def encode_texts(
     return [encoded() if is_plain else t for t, is_plain in zip(prompts, plain)]
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #4b2961f2
-def too_many(limit: int) -> str:
+def too_many_tokens(limit: int) -> str:
     "How the message of a text of more than `limit` tokens goes on."
     return f"and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)"
 
 
-def check_count(n: int, limit: int | None) -> None:
+def check_num_tokens(n: int, limit: int | None) -> None:
     "Raise `PromptTooLongError` if a text of `n` tokens has more than `limit`, if that is not None."
     if limit and n > limit:
-        raise PromptTooLongError(f"the prompt has {n:,} tokens, {too_many(limit)}")
+        raise PromptTooLongError(f"the prompt has {n:,} tokens, {too_many_tokens(limit)}")
 
 
 def text_limit(loaded: LoadedModel) -> int | None:
@@ -569,7 +569,7 @@ def pooling_ids(
             return _tokenized(loaded, pooler.start_of(p) + text, pair, most, limit)
     given: Any = d.get("prompt_token_ids", prompt)
     if most is None and isinstance(given, list) and not is_talk(given):
-        check_count(len(given), limit)  # before they are looked at
+        check_num_tokens(len(given), limit)  # before they are looked at
     text, ids = prompt_ids_of(
         loaded.model, loaded.tokenizer, d if isinstance(prompt, dict) else prompt, is_talk(prompt)
     )
@@ -592,7 +592,7 @@ def _tokenized(
     tokenizer = loaded.get_tokenizer()
     if most is None and limit:
         for part in (text, pair or ""):
-            check_length(tokenizer, part, limit, too_many(limit))
+            check_length(tokenizer, part, limit, too_many_tokens(limit))
     try:
         got: Any = (
             own_tokenizer(tokenizer)(text, pair)
@@ -625,7 +625,7 @@ def admit_pooling(
         group.prompt_token_ids = ids
         if params.task == "score" and not (pooler.classifies or pooler.tags):
             raise ParamError("a score is of two texts: ask llm.score for it")
-        check_count(len(ids), text_limit(loaded))
+        check_num_tokens(len(ids), text_limit(loaded))
         check_prompt(ids, None, loaded.vocab_size)
         task = Pooling(pooler, params, pooler.needs_all(params, ids), types)
         if params.layers:
@@ -754,7 +754,7 @@ def pool_prompts(
     return collect(llm.events(read, longest_first=True), len(read), options.use_tqdm)
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #6038b915
-def encode(
+def encode_states(
     llm: Answers,
     prompts: Prompts,
     pooling_params: PoolingEach,

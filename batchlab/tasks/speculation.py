@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'END', 'MOST', 'WIDEST', 'INDEXED', 'NgramTable', 'TextPool', 'Rate', 'StepTimes', 'num_worth', 'History',
+__all__ = ['log', 'END', 'MOST', 'WIDEST_STEP', 'INDEXED', 'NgramTable', 'TextPool', 'Rate', 'StepTimes', 'num_worth', 'History',
            'Guesses', 'Lookup', 'exact_tokens', 'make_proposer']
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0014
@@ -135,7 +135,7 @@ class StepTimes:
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0028
 MOST = 16  # drafts of a request in one step
-WIDEST = 64  # positions of a step; drafts make none wider
+WIDEST_STEP = 64  # positions of a step; drafts make none wider
 
 
 def num_worth(
@@ -236,7 +236,7 @@ class Lookup(Guesses):
         "A step with the rows of `plan`: how many drafts it is to have is counted anew."
         self.room, self.whole = INDEXED, False
         self.tokens, self.positions = float(len(plan.rows)), plan.num_tokens
-        self.off = self.positions >= WIDEST or not self.worth(0.95, MOST)[0]
+        self.off = self.positions >= WIDEST_STEP or not self.worth(0.95, MOST)[0]
 
     def worth(self, chance: float, most: int) -> tuple[int, float]:
         "See `num_worth`; all of them if `always`."
@@ -246,13 +246,13 @@ class Lookup(Guesses):
 
     def timed(self, seconds: float) -> None:
         "The step took `seconds`. They count if it came to its end."
-        if self.whole and 0 < self.positions <= WIDEST:
+        if self.whole and 0 < self.positions <= WIDEST_STEP:
             self.times.note(self.positions, seconds)
         self.positions = 0
 
     def draft_ids(self, request: Request, most: int) -> list[int]:
         "Up to `most` guesses of what follows in `request`, as many as are worth their time."
-        most = min(most, MOST, WIDEST - self.positions)
+        most = min(most, MOST, WIDEST_STEP - self.positions)
         task = request.task
         if self.off or most < 1 or not (isinstance(task, Generation) and task.row.params.speculate):
             return []

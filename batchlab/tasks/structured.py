@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['DEEPEST', 'MOST_PROPERTIES', 'WIDEST', 'NOT_HELD', 'SLOWEST', 'WHITESPACE', 'LONGEST', 'MOST', 'MOST_SCHEMA',
+__all__ = ['DEEPEST', 'MOST_PROPERTIES', 'LARGEST_DOUBLE', 'NOT_HELD', 'SLOWEST', 'WHITESPACE', 'LONGEST', 'MOST', 'MOST_SCHEMA',
            'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'check_schema', 'Validity', 'grammar_text', 'check_wish',
            'own_cuts', 'LabelMask', 'Grammar', 'Grammars', 'grammars_of', 'grammar_for']
 
@@ -85,7 +85,7 @@ def vocabulary(
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #61be4a8b
 DEEPEST, MOST_PROPERTIES = 100, 4000  # levels of a schema, references included; names of an object
-WIDEST = 2**63 - 1024  # the largest double below 2**63
+LARGEST_DOUBLE = 2**63 - 1024  # the largest double below 2**63
 NOT_HELD = {"unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
 
 _ONE, _NAMED = {"items", "additionalProperties"}, {"properties", "patternProperties"}
@@ -184,7 +184,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
             why = f"an object of over {MOST_PROPERTIES:,} properties at {where}: list fewer"
             raise _refusal(why)
         for k in _BOUNDS & d.keys():
-            if isinstance(d[k], (int, float)) and abs(d[k]) > WIDEST:
+            if isinstance(d[k], (int, float)) and abs(d[k]) > LARGEST_DOUBLE:
                 del d[k]
         if (pattern := str(d.get("pattern"))) in _AHEAD:
             d["pattern"] = _AHEAD[pattern]

@@ -25,7 +25,7 @@ from .admit import AdaptedAnswers
 from ..llm.pooled import PoolingRequestOutput
 from batchlab.core.sampling import (
     SamplingRow,
-    draw,
+    draw_ids,
     probabilities,
     processed_logits,
     sample,
@@ -83,7 +83,9 @@ def could_draw(
     # `u` draws the id at which the running sum passes it. With the ids up to `token` raised that is the smallest id that can be,
     # with `token` and those behind it raised the largest; in between lies all that may happen.
     p = probabilities(torch.stack([raised(ids <= token), raised(ids >= token)]), [row, row])
-    smallest, largest = draw(p, torch.tensor([u, u], dtype=torch.float64, device=p.device)).tolist()
+    smallest, largest = draw_ids(
+        p, torch.tensor([u, u], dtype=torch.float64, device=p.device)
+    ).tolist()
     return smallest <= token <= largest and bool((p[:, token] > 0).all())
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #982acabb
@@ -243,7 +245,7 @@ class Divergence:
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #78f488bd
 @dataclass
-class Answer:
+class CheckedAnswer:
     """One answer to check: `completion` of `out`, which a model gave. `params` are without log
     probabilities, which nobody needs again."""
 
@@ -297,7 +299,7 @@ class Answer:
         )
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #dcbe128d
-def check_end(a: Answer) -> list[Divergence]:
+def check_end(a: CheckedAnswer) -> list[Divergence]:
     """A list, empty or with a `Divergence`: the answer ended elsewhere, or for another reason,
     than its tokens say."""
     run = make_request(a.row(), aside=aside_of(a.thinking))
@@ -315,7 +317,7 @@ def check_end(a: Answer) -> list[Divergence]:
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #5a313584
 def check_tokens(
-    a: Answer,
+    a: CheckedAnswer,
     row: SamplingRow,
     start: int,
     alone: Alone,
@@ -366,7 +368,7 @@ def check_answer(
     """Every `Divergence` of one answer (`completion` of `RequestOutput` `out`), in the order of
     its tokens."""
     loaded = llm.loaded
-    a, size = Answer(loaded, out, completion), max(1, max_logits // loaded.vocab_size)
+    a, size = CheckedAnswer(loaded, out, completion), max(1, max_logits // loaded.vocab_size)
     row, again = a.row(), a.row()
     us = [again.uniform() for _ in a.ids]
     found = check_end(a)
@@ -461,7 +463,7 @@ class Report:
 UNSEEDED = "it was sampled without a seed: with one, its tokens can be drawn again"
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
-def why_not(out: RequestOutput) -> str | None:
+def why_not_compared(out: RequestOutput) -> str | None:
     "Why there is nothing to compare in `out`, or None."
     if out.error:
         return f"it failed: {out.error}"
@@ -476,7 +478,7 @@ def _sampled(
     outs: Sequence[RequestOutput], sample: int | None, seed: int
 ) -> list[tuple[int, RequestOutput]]:
     "A random `sample` of those of `outs` that can be compared, each with its index."
-    fit = [(i, o) for i, o in enumerate(outs) if not why_not(o)]
+    fit = [(i, o) for i, o in enumerate(outs) if not why_not_compared(o)]
     most = len(fit) if sample is None else min(sample, len(fit))
     return [fit[i] for i in sorted(random.Random(seed).sample(range(len(fit)), most))]
 
@@ -526,7 +528,9 @@ def verify(
             want="answers of tokens",
             advice="to compare numbers, ask for those of one text alone",
         )
-    report = Report(len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not(o))])
+    report = Report(
+        len(outs), skipped=[(o.request_id, why) for o in outs if (why := why_not_compared(o))]
+    )
     for number, out in _sampled(outs, sample, seed):
         found = check_request(llm, out, tolerance)
         if isinstance(found, str):

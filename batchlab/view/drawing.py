@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # %% auto #0
-__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'ticks', 'heading', 'written', 'legend', 'axis',
-           'mark_axis', 'tile', 'bars', 'panel_html']
+__all__ = ['COLOURS', 'HTML_STYLE', 'px', 'Picture', 'Canvas', 'on_top', 'scale', 'ticks', 'heading', 'written_lines', 'legend',
+           'axis', 'mark_axis', 'tile', 'bars', 'panel_html']
 
 # %% ../../nbs/8_view/drawing.ipynb #ad398be4
 COLOURS = dict(
@@ -236,7 +236,7 @@ def heading(c: Canvas, x: float, s: str) -> None:
     c.y += 2
 
 # %% ../../nbs/8_view/drawing.ipynb #1c3fb3c0-1
-def written(c: Canvas, x: float, s: str) -> None:
+def written_lines(c: Canvas, x: float, s: str) -> None:
     """Small text at `c.y`, which moves on, in as many lines as it needs: what a picture was made
     from."""
     for line in textwrap.wrap(s, max(20, int((c.width - x - 12) / 5.2))):
@@ -339,7 +339,7 @@ def bars(
         all(isinstance(n, int) for parts in rows.values() for n in parts.values()),
     )
     legend(c, left, [(kind, what) for kind, what in key.values() if what])
-    written(c, left, caption)
+    written_lines(c, left, caption)
     return c.picture(title or label, "; ".join([*desc, *([caption] if caption else [])]))
 
 # %% ../../nbs/8_view/drawing.ipynb #5e1b8c40

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import TraceError
 from ..core.ledger import Ledger
-from .tracefile import Lanes, Recorded, Row, Trace, end_of, slot_runs, trace_of
+from .tracefile import Lanes, Recorded, TraceRow, Trace, step_end, slot_runs, trace_of
 from batchlab.view.drawing import (
     Canvas,
     Picture,
@@ -29,14 +29,14 @@ from batchlab.view.drawing import (
 )
 
 # %% auto #0
-__all__ = ['KINDS', 'draw_lanes', 'timeline', 'packed_row', 'prefixes', 'waste']
+__all__ = ['ROW_KINDS', 'draw_lanes', 'timeline', 'packed_row', 'prefixes', 'waste']
 
 # %% ../../nbs/8_view/pictures.ipynb #a125fd06
 _One = Trace | str | Path | Recorded  # see `trace_of`
 _Traces = _One | Sequence[_One] | Mapping[str, _One]
 
 
-def named(traces: _Traces) -> dict[str, Trace]:
+def named_traces(traces: _Traces) -> dict[str, Trace]:
     """`{name: Trace}` of one trace, a list, or a dict of them; a path is loaded. Else names are
     the strategies.
 
@@ -71,15 +71,15 @@ def row_height(n: int, most: float = 17, room: float = 420) -> float:
     return max(1, min(most, room / max(1, n)))
 
 
-def finish(c: Canvas, left: float, title: str, desc: str, **key: str) -> Picture:
+def finished_picture(c: Canvas, left: float, title: str, desc: str, **key: str) -> Picture:
     "The `Picture` on `c`, with a legend below: what kinds mean in it."
     legend(c, left, key.items())
     return c.picture(title, desc)
 
 # %% ../../nbs/8_view/pictures.ipynb #34cef250
-def packed_rows(step: dict) -> list[Row]:
+def packed_rows(step: dict) -> list[TraceRow]:
     "The rows of a step in the order of the packed row: decoding requests come first."
-    return sorted((Row(*row) for row in step["rows"]), key=lambda row: (row.n > 1, row.slot))
+    return sorted((TraceRow(*row) for row in step["rows"]), key=lambda row: (row.n > 1, row.slot))
 
 # %% ../../nbs/8_view/pictures.ipynb #34cef256
 def share_idle(lanes: Lanes) -> float:
@@ -96,10 +96,10 @@ def edges(trace: Trace, by: str = "steps") -> list[float]:
     steps = trace.steps
     if by == "steps":
         return [steps[0]["step"] + i for i in range(len(steps) + 1)]
-    return [s["start"] for s in steps] + [end_of(steps[-1])]
+    return [s["start"] for s in steps] + [step_end(steps[-1])]
 
 # %% ../../nbs/8_view/pictures.ipynb #86b16711
-KINDS = dict(
+ROW_KINDS = dict(
     prefill="prefill",
     cached="cached: found, not computed",
     decode="decode",
@@ -153,7 +153,7 @@ def draw_lanes(
             start, end, tip = at[run.first], at[run.end], ""
             if apart and run.request is not None:
                 cached = f", {run.cached:.0%} of its tokens cached" if run.cached else ""
-                tip = f"request {run.request}: {KINDS[run.kind]}{cached}, slot {slot}, {unit} {start:.6g} to {end:.6g}"
+                tip = f"request {run.request}: {ROW_KINDS[run.kind]}{cached}, slot {slot}, {unit} {start:.6g} to {end:.6g}"
             _draw_run(c, run, place(start), place(end), high, tip)
         c.row(left, high, f"slot {slot}" if high >= 9 else slot)
 
@@ -164,7 +164,7 @@ def timeline(traces: _Traces, by: str = "steps") -> Picture:
 
     `traces`: a `Trace`, the name of its file, or an `LLM` for what it recorded last; several in
     a list, or in a dict by name. `by`: 'steps', or 'time' in seconds. Raises `TraceError`."""
-    unit, traces, said = unit_of(by), named(traces), []
+    unit, traces, said = unit_of(by), named_traces(traces), []
     c, left = Canvas(), 58
     panels = {name: (slot_runs(t.steps), edges(t, by)) for name, t in traces.items()}
     x = scale(0, max(at[-1] - at[0] for _, at in panels.values()), left, c.right)
@@ -178,12 +178,12 @@ def timeline(traces: _Traces, by: str = "steps") -> Picture:
         heading(c, left, said[-1])
         draw_lanes(c, lanes, left, right, high, at, by)
         axis(c, left, right, at[0], at[-1], unit, by == "steps")
-    return finish(
+    return finished_picture(
         c,
         left,
         "Slots over time",
         f"a line for each slot, {by} from left to right. " + "; ".join(said),
-        **KINDS,
+        **ROW_KINDS,
     )
 
 # %% ../../nbs/8_view/pictures.ipynb #75f6ae63
@@ -204,7 +204,7 @@ def step_of(trace: Trace, step: int) -> dict:
     return trace.steps[step - first]
 
 
-def texts_of(trace: Trace, number: int, start: int, n: int, most: int = 40) -> str:
+def token_texts(trace: Trace, number: int, start: int, n: int, most: int = 40) -> str:
     """The text of `n` tokens from `start` on of a request, at most about `most` characters; ''
     if none was recorded."""
     r = trace.request(number)
@@ -214,7 +214,7 @@ def texts_of(trace: Trace, number: int, start: int, n: int, most: int = 40) -> s
     return s if len(s) <= most else s[: most - 1] + "…" if most > 4 else ""
 
 # %% ../../nbs/8_view/pictures.ipynb #97cbb156
-def draw_packed_row(c: Canvas, rows: Sequence[Row], left: float) -> None:
+def draw_packed_row(c: Canvas, rows: Sequence[TraceRow], left: float) -> None:
     "Whose the tokens of a packed row are, at `c.y`, which moves on."
     unit, x = (c.right - left) / sum(row.n for row in rows), left
     for row in rows:
@@ -225,7 +225,7 @@ def draw_packed_row(c: Canvas, rows: Sequence[Row], left: float) -> None:
     c.y += 12
 
 
-def draw_seen(c: Canvas, row: Row, x: float, unit: float, high: float) -> None:
+def draw_seen(c: Canvas, row: TraceRow, x: float, unit: float, high: float) -> None:
     """What a row sees, at `c.y`: from `x` on, `unit` pixels each, keys of its earlier positions,
     and those of its `n` tokens, as stairs."""
     n = min(row.n, 64)  # more stairs look like a line
@@ -236,10 +236,10 @@ def draw_seen(c: Canvas, row: Row, x: float, unit: float, high: float) -> None:
         c.box(new, c.y + i * high / n, (i + 1) * w / n, high - i * high / n, row.phase)
 
 
-def name_of(trace: Trace, row: Row, room: float) -> str:
+def row_name(trace: Trace, row: TraceRow, room: float) -> str:
     "A request's number, slot and phase, and as much of its tokens' text as there is room for."
     who = f"{row.request} · slot {row.slot} · {row.phase}{f' {row.n}' if row.n > 1 else ''} at {row.start}"
-    said = texts_of(trace, row.request, row.start, row.n, int(room / 6) - 5 - len(who)).strip()
+    said = token_texts(trace, row.request, row.start, row.n, int(room / 6) - 5 - len(who)).strip()
     return who + f" “{said}”" * bool(said)
 
 # %% ../../nbs/8_view/pictures.ipynb #97cbb158
@@ -262,7 +262,7 @@ def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
             x = c.right - row.end * unit
             ground.append((left, x, "padded"))
         draw_seen(c, row, x, unit, inner(high))
-        c.row(left, high, name_of(trace, row, left), ground)
+        c.row(left, high, row_name(trace, row, left), ground)
         x += row.end * unit
     if rectangle and (empty := rectangle[0] - len(rows)) > 0:
         c.row(left, 14, f"{empty} more, ended: fed for nobody", [(left, c.right, "padded")])
@@ -275,7 +275,7 @@ def packed_row(trace: _One, step: int | None = None) -> Picture:
 
     `step`: its number; None takes the `busiest`. A padded step is drawn as the batch that it is.
     Raises `TraceError`."""
-    [trace] = named(trace).values()
+    [trace] = named_traces(trace).values()
     s, c = step_of(trace, busiest(trace) if step is None else step), Canvas()
     draw_step(c, trace, s)
     rows, tokens, rectangle = packed_rows(s), s["tokens"], s["rectangle"]
@@ -290,11 +290,11 @@ def packed_row(trace: _One, step: int | None = None) -> Picture:
     )
     if rectangle:
         said += f"{rectangle[0]} × {rectangle[1]}"
-        return finish(c, 16, "A step of a padded batch", said, **key)
+        return finished_picture(c, 16, "A step of a padded batch", said, **key)
     pairs = sum(row.n * row.start + row.n * (row.n + 1) // 2 for row in rows)
     keys = sum(row.end for row in rows)
     said += f"{keys} keys; {pairs:,} of {tokens * keys:,} pairs of token and key are computed, {pairs / (tokens * keys):.0%}"
-    return finish(c, 16, "The packed row of a step and its mask", said, **key)
+    return finished_picture(c, 16, "The packed row of a step and its mask", said, **key)
 
 # %% ../../nbs/8_view/pictures.ipynb #8675db35
 def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
@@ -321,7 +321,7 @@ def prefixes(trace: _One) -> Picture:
     came from the cache.
 
     Needs a trace with texts. Raises `TraceError`."""
-    [trace] = named(trace).values()
+    [trace] = named_traces(trace).values()
     rs = [r for r in trace.requests if r.get("prompt_ids")]
     rs.sort(key=lambda r: (r["prompt_ids"], r["request"]))
     if not rs:
@@ -341,7 +341,7 @@ def prefixes(trace: _One) -> Picture:
         if h * high < 12 or w < 60:
             continue
         note = f"{h} × {end - start}: " if h > 1 else ""
-        text = note + texts_of(
+        text = note + token_texts(
             trace, rs[first]["request"], start, end - start, int(w / 6) - len(note)
         )
         if note:
@@ -354,7 +354,7 @@ def prefixes(trace: _One) -> Picture:
     c.y += 6
     axis(c, left, c.right, 0, max(sizes), "tokens of the prompt", True)
     key = dict(held="shared by several prompts", idle="one prompt’s own")
-    return finish(
+    return finished_picture(
         c, left, "Prompts and what they share", said, **key, cached="taken from the cache"
     )
 
@@ -363,13 +363,13 @@ def waste(traces: _Traces | Mapping[str, Trace | Ledger]) -> Picture:
     """A `Picture` of ledgers side by side: positions useful, computed again, padded, wrong
     drafts if there are any, and taken from a cache.
 
-    `traces`: see `named`; a `Ledger` will do for a trace, in a dict by name. Raises
+    `traces`: see `named_traces`; a `Ledger` will do for a trace, in a dict by name. Raises
     `TraceError`."""
     given: Any = traces
     if isinstance(given, dict) and all(hasattr(t, "useful") for t in given.values()):
         ledgers = given
     else:
-        ledgers = {name: t.ledger for name, t in named(given).items()}
+        ledgers = {name: t.ledger for name, t in named_traces(given).items()}
     key = dict(
         useful=("decode", "useful"),
         recomputed=("again", "computed again"),

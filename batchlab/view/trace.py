@@ -22,7 +22,7 @@ from ..core.engine import log
 from ..core.generation import Generation
 from ..core.request import Request
 from ..core.tokens import vocabulary_of
-from .tracefile import LEDGER, PARTS, POOL, ROW, VERSION, Row, Trace
+from .tracefile import LEDGER_FIELDS, PARTS, POOL, ROW, VERSION, TraceRow, Trace
 
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 __all__ = ['TICK', 'Recorder', 'Live']
 
 # %% ../../nbs/8_view/trace.ipynb #6f5bd23c
-def row_of(row: Any, number: int) -> Row:
+def row_of(row: Any, number: int) -> TraceRow:
     "A plan's `row` of request `number` as the numbers of a trace."
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
     again = max(0, min(r.num_seen, end) - start)
     known = n - len(row.draft_ids)
     samples, prefill = end >= prompt + len(r.output_ids), known > 1 or start < prompt
-    return Row(r.slot, number, start, n, again, samples, prefill, n - known)
+    return TraceRow(r.slot, number, start, n, again, samples, prefill, n - known)
 
 # %% ../../nbs/8_view/trace.ipynb #1df6a908
 @dataclass(slots=True, eq=False)
@@ -66,10 +66,10 @@ class RequestRecord:
 
 # %% ../../nbs/8_view/trace.ipynb #2994be90
 TIMES = ("arrival", "queued", "admitted", "first_token", "last_token", "end")
-COUNTS = ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
+COUNTERS = ("prompt_tokens", "output_tokens", "cached_tokens", "preemptions")
 
 
-def text_of(r: Request) -> str:
+def request_text(r: Request) -> str:
     "The text of `r` so far, '' if its task writes none."
     return r.task.text.text if isinstance(r.task, Generation) else ""
 
@@ -99,7 +99,7 @@ def facts_of(r: Request, text: bool) -> dict:
         prompt=group and group.prompt,
         prompt_ids=array("i", r.prompt_ids),
         output_ids=array("i", r.output_ids),
-        text=text_of(r),
+        text=request_text(r),
     )
 
 
@@ -134,7 +134,7 @@ class RequestLog:
     `batch`: numbers of those that make way for others; `made`: how many tokens all got.
 
     `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many
-    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTS` of all that ended;
+    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTERS` of all that ended;
     `reasons`: how many ended why."""
 
     def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
@@ -158,7 +158,7 @@ class RequestLog:
             record = self.here[r] = self.begin(arrival, request=r)
             if r.preemptible:
                 self.batch.add(record.number)
-            said = len(text_of(r))  # before the recording began
+            said = len(request_text(r))  # before the recording began
             record.ends.extend([said] * len(r.output_ids))
         return record
 
@@ -208,7 +208,7 @@ class RequestLog:
         "Keep the notes on who ended before `step`."
         record.ended_before = step
         self.reasons[record.facts["finish_reason"]] += 1
-        self.sums.update({k: record.facts[k] for k in COUNTS})
+        self.sums.update({k: record.facts[k] for k in COUNTERS})
         self.ended.append(record)
         if len(self.ended) > self.max_ended:
             self.forget()
@@ -254,8 +254,8 @@ class StepRecord:
     error: str | None = None
 
     @property
-    def shares(self) -> list[Row]:
-        return [Row(*self.rows[i : i + len(ROW)]) for i in range(0, len(self.rows), len(ROW))]
+    def shares(self) -> list[TraceRow]:
+        return [TraceRow(*self.rows[i : i + len(ROW)]) for i in range(0, len(self.rows), len(ROW))]
 
 # %% ../../nbs/8_view/trace.ipynb #308cea85
 def note_memory(now: StepRecord, engine: Engine) -> None:
@@ -284,7 +284,7 @@ def step_dict(s: StepRecord, began: float) -> dict:
         copies=[list(c) for c in s.copies],
         rectangle=s.rectangle and [*s.rectangle],
         held=s.held.tolist(),
-        **dict(zip(LEDGER, s.ledger)),
+        **dict(zip(LEDGER_FIELDS, s.ledger)),
         **dict(zip(POOL, s.pool)),
     )
 
@@ -351,7 +351,7 @@ class StepLog:
         after = vars(engine.ledger).values()
         now.ledger = [then - before for then, before in zip(after, now.ledger)]
         note_memory(now, engine)
-        for k, n in zip(LEDGER + PARTS, [*now.ledger, *now.times]):
+        for k, n in zip(LEDGER_FIELDS + PARTS, [*now.ledger, *now.times]):
             self.sums[k] += n
         self.sums["read"] += sum(row.n for row in now.shares if row.prefill)
         self.sums["broken" if error else "steps"] += 1
@@ -514,7 +514,7 @@ class Recorder(Trace):
     def totals(self) -> dict:
         "Sums over all that was recorded, also of what was dropped since."
         sums = self.step_log.sums | self.request_log.sums
-        totals = {k: sums[k] for k in (*LEDGER, *COUNTS, "steps", "broken")}
+        totals = {k: sums[k] for k in (*LEDGER_FIELDS, *COUNTERS, "steps", "broken")}
         totals |= {k: round(sums[k], 6) for k in PARTS}
         seconds, cost = sum(totals[k] for k in PARTS), round(self.cost, 6)
         ended = dict(self.request_log.reasons)

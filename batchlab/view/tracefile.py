@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import pandas
 
 # %% auto #0
-__all__ = ['ROW', 'LEDGER', 'PARTS', 'POOL', 'VERSION', 'Lanes', 'Row', 'Run', 'extend', 'end_of', 'slot_runs', 'Trace',
-           'Recorded', 'trace_of']
+__all__ = ['ROW', 'LEDGER_FIELDS', 'PARTS', 'POOL', 'VERSION', 'Lanes', 'TraceRow', 'SlotRun', 'extend', 'step_end', 'slot_runs',
+           'Trace', 'Recorded', 'trace_of']
 
 # %% ../../nbs/8_view/tracefile.ipynb #5f0c11aa
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """A request's share of a step: positions `start` to `end` (excluded), `n` of them, in `slot`.
 
     `again`: how many of them had been computed before. `samples`: whether a token comes of it.
@@ -49,8 +49,8 @@ class Row(NamedTuple):
         return "again" if self.again else "prefill" if self.prefill else "decode"
 
 
-ROW = Row._fields
-LEDGER = tuple(f.name for f in fields(Ledger))
+ROW = TraceRow._fields
+LEDGER_FIELDS = tuple(f.name for f in fields(Ledger))
 PARTS = ("schedule", "forward", "sample", "text")
 POOL = ("block_size", "blocks", "blocks_held", "blocks_shared", "blocks_cached")
 VERSION = 2
@@ -84,7 +84,7 @@ def check_trace(data: Any, name: str = "this") -> dict:
         raise TraceError(f"{name} is a trace that lacks {', '.join(missing)}: record it again")
     try:
         known = {r["request"] for r in data["requests"]}
-        if {Row(*row).request for s in data["steps"] for row in s["rows"]} <= known:
+        if {TraceRow(*row).request for s in data["steps"] for row in s["rows"]} <= known:
             return data
     except (KeyError, TypeError):
         pass
@@ -103,7 +103,7 @@ def read_trace(path: str | os.PathLike) -> dict:
 
 # %% ../../nbs/8_view/tracefile.ipynb #2cde52e8
 @dataclass(slots=True)
-class Run:
+class SlotRun:
     """What a slot did from step `first` to `end` (excluded; by their places in the trace), for a
     `request` or for nobody.
 
@@ -120,13 +120,13 @@ class Run:
     cached: float = 0.0
 
 
-Lanes = Mapping[tuple[str, int], list[Run]]  # by engine and slot; no run where no slot was
+Lanes = Mapping[tuple[str, int], list[SlotRun]]  # by engine and slot; no run where no slot was
 
 
-def extend(lane: list[Run], i: int, kind: str, *more: Any) -> None:
+def extend(lane: list[SlotRun], i: int, kind: str, *more: Any) -> None:
     """One step more, at place `i`; chunks of a prompt stay apart, and a step with tokens that
     were cached."""
-    new = Run(i, i + 1, kind, *more)
+    new = SlotRun(i, i + 1, kind, *more)
     last = lane[-1] if lane and not new.cached and not lane[-1].cached else None
     if last and last.end == i and last.request == new.request and last.kind == kind != "prefill":
         last.end, last.tokens = i + 1, last.tokens + new.tokens
@@ -134,14 +134,14 @@ def extend(lane: list[Run], i: int, kind: str, *more: Any) -> None:
         lane.append(new)
 
 
-def end_of(step: dict) -> float:
+def step_end(step: dict) -> float:
     "When a step was over, in seconds since the recording began."
     return step["start"] + sum(step[k] for k in PARTS)
 
 # %% ../../nbs/8_view/tracefile.ipynb #c38686ed
-def slot_runs(steps: Sequence[dict]) -> dict[tuple[str, int], list[Run]]:
+def slot_runs(steps: Sequence[dict]) -> dict[tuple[str, int], list[SlotRun]]:
     "What each slot did in the `steps` of a trace: `{(engine, slot): [Run, …]}`."
-    lanes: defaultdict[tuple[str, int], list[Run]] = defaultdict(list)
+    lanes: defaultdict[tuple[str, int], list[SlotRun]] = defaultdict(list)
     newest: dict[str, dict] = {}  # step of each engine
     owner: dict[tuple[str, int], int] = {}
     for i, s in enumerate(steps):
@@ -149,7 +149,7 @@ def slot_runs(steps: Sequence[dict]) -> dict[tuple[str, int], list[Run]]:
         cached = {number: n for number, _, n in s["admitted"]}
         owner.update(((s["engine"], slot), number) for number, slot, _ in s["admitted"])
         for engine, last in newest.items():
-            rows = {row[0]: Row(*row) for row in s["rows"]} if last is s else {}
+            rows = {row[0]: TraceRow(*row) for row in s["rows"]} if last is s else {}
             for slot in range(last["slots"]):
                 place, row = (engine, slot), rows.get(slot)
                 if row:
@@ -194,8 +194,10 @@ def step_events(steps: Sequence[dict]) -> Iterator[dict]:
     "Each step as a slice with its parts inside, and counters of what it had to do."
     for s in steps:
         at = s["start"]
-        args = {k: s[k] for k in ("tokens", "waiting", "running", "error", *LEDGER) if s.get(k)}
-        yield slice_event(f"step {s['step']}", s["engine"], at, end_of(s), 1, 1, **args)
+        args = {
+            k: s[k] for k in ("tokens", "waiting", "running", "error", *LEDGER_FIELDS) if s.get(k)
+        }
+        yield slice_event(f"step {s['step']}", s["engine"], at, step_end(s), 1, 1, **args)
         for part in PARTS:
             yield slice_event(part, "part", at, at + s[part], 1, 1)
             at += s[part]
@@ -215,7 +217,7 @@ def slot_events(steps: Sequence[dict]) -> Iterator[dict]:
     for (engine, slot), lane in lanes.items():
         for run in [run for run in lane if run.tokens]:
             name = f"request {run.request}: {run.kind} {'× ' * (run.kind == 'decode')}{run.tokens}"
-            start, end = steps[run.first]["start"], end_of(steps[run.end - 1])
+            start, end = steps[run.first]["start"], step_end(steps[run.end - 1])
             pid, args = engines.index(engine) + 10, dict(request=run.request, tokens=run.tokens)
             yield slice_event(name, run.kind, start, end, pid, slot + 1, **args)
 
@@ -314,7 +316,7 @@ class Trace:
 
     @property
     def ledger(self) -> Ledger:
-        return Ledger(**{k: self.totals.get(k, 0) for k in LEDGER})  # older files have fewer
+        return Ledger(**{k: self.totals.get(k, 0) for k in LEDGER_FIELDS})  # older files have fewer
 
     def request(self, number: int) -> dict:
         "The request of that number. Raises `TraceError`."

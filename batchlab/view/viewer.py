@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TraceError
-from .tracefile import Row, Trace, trace_of
+from .tracefile import TraceRow, Trace, trace_of
 from .drawing import HTML_STYLE, esc
 
 # %% auto #0
-__all__ = ['letters', 'roll_of', 'data_of', 'view_html', 'write_page', 'open_page']
+__all__ = ['letters', 'roll_of', 'trace_data', 'view_html', 'write_page', 'open_page']
 
 # %% ../../nbs/8_view/viewer.ipynb #d9f884e2
-def embed(data: object) -> str:
+def embedded_json(data: object) -> str:
     "`data` as JSON that can stand inside a `script` element."
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -30,7 +30,7 @@ def letters(step: dict, batch: Container[int] = ()) -> str:
     anything. `batch`: the numbers of requests that belong to one."""
     cells = ["h" if n else "." for n in step["held"]]
     new = {number: cached for number, _, cached in step["admitted"]}
-    for row in (Row(*row) for row in step["rows"]):
+    for row in (TraceRow(*row) for row in step["rows"]):
         letter = row.phase[0]
         if letter != "a" and new.get(row.request):
             letter = "c"
@@ -87,7 +87,7 @@ def page_html(title: str = "batchlab", head: str = "", kind: str = "", data: str
     )
 
 # %% ../../nbs/8_view/viewer.ipynb #ed39b8b3
-def data_of(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
+def trace_data(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
     """What a `Trace`, its `data`, the file of that name, or an `LLM` that recorded one holds.
     Raises `TraceError` if it is none, or has no steps."""
     data = trace if isinstance(trace, dict) else trace_of(trace).data
@@ -103,7 +103,7 @@ def view_html(
 
     `trace`: a `Trace`, its `data`, or the name of its file. `step`: the number of the one to
     begin at. Raises `TraceError` if it is no trace, or has no steps."""
-    data = data_of(trace)
+    data = trace_data(trace)
     name = Path(trace).name if isinstance(trace, (str, os.PathLike)) else "batchlab trace"
     begin = "" if step is None else f' data-step="{step:d}"'
     return page_html(
@@ -111,7 +111,7 @@ def view_html(
         head=f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
         kind=' class="trace"',
         data=f'<script type="application/json" id="trace"{begin}>'
-        f"{embed(data | dict(roll=roll_of(data['steps'])))}</script>",
+        f"{embedded_json(data | dict(roll=roll_of(data['steps'])))}</script>",
     )
 
 # %% ../../nbs/8_view/viewer.ipynb #ebb11be8

@@ -18,7 +18,7 @@ from ..errors import PromptError
 from ..llm.inputs import as_list, params_for, read_prompt, settings_for
 from ..core.params import SamplingParams
 from .drawing import Canvas, Picture, esc, heading, legend, panel_html
-from .pictures import KINDS, draw_lanes, row_height
+from .pictures import ROW_KINDS, draw_lanes, row_height
 from .trace import Recorder, WatchedAnswers
 from .tracefile import slot_runs
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from batchlab.llm.pooling_params import PoolingParams
 
 # %% auto #0
-__all__ = ['Panel', 'LiveView']
+__all__ = ['WidgetBox', 'LiveView']
 
 # %% ../../nbs/8_view/widgets.ipynb #0e99ec95
 EXECUTORS = (
@@ -126,7 +126,7 @@ class PanelWidgets:
         return self.make(kind, description=name, **more, **kwargs)
 
 # %% ../../nbs/8_view/widgets.ipynb #0e81a0a9
-class Panel(PanelWidgets):
+class WidgetBox(PanelWidgets):
     """A box of widgets that shows a picture where widgets do not run, and that ends when its
     cell runs again.
 
@@ -134,7 +134,9 @@ class Panel(PanelWidgets):
     in `end` what is to stop; `settle` comes to the state that is worth a picture. `cell`: a name
     for the cell that made it, found by itself in Jupyter."""
 
-    made: defaultdict[Any, list[Panel]] = defaultdict(list)  # by cell: those that have not ended
+    made: defaultdict[Any, list[WidgetBox]] = defaultdict(
+        list
+    )  # by cell: those that have not ended
     box: W.Widget
 
     def __init__(self, cell: str | None = None):
@@ -142,10 +144,10 @@ class Panel(PanelWidgets):
         self.cell, self.run_number = (cell, object()) if cell else this_cell()
         self.kept: list[Any] = []
         self.closed = False
-        for p in [p for p in Panel.made[self.cell] if p.run_number != self.run_number]:
+        for p in [p for p in WidgetBox.made[self.cell] if p.run_number != self.run_number]:
             p.close()
         if self.cell is not None:
-            Panel.made[self.cell].append(self)  # outside of a notebook nothing runs again
+            WidgetBox.made[self.cell].append(self)  # outside of a notebook nothing runs again
 
     def picture(self) -> str:
         raise NotImplementedError
@@ -160,7 +162,7 @@ class Panel(PanelWidgets):
             return
         self.closed = True
         if self.cell is not None:
-            Panel.made[self.cell].remove(self)
+            WidgetBox.made[self.cell].remove(self)
         self.end()
         for w in self.kept:
             w.unobserve_all()
@@ -260,7 +262,7 @@ def watch_picture(watch: Watch, last: int = 150) -> Picture:
     heading(c, 16, title)
     draw_lanes(c, lanes, 58, c.right, max(4, row_height(len(lanes), 18, 240)))
     c.y += 8
-    legend(c, 58, KINDS.items())
+    legend(c, 58, ROW_KINDS.items())
     return c.picture("Slots of a live view", title)
 
 # %% ../../nbs/8_view/widgets.ipynb #2a45780f
@@ -285,7 +287,7 @@ def watch_line(watch: Watch, paused: bool) -> str:
     return panel_html(f"<b>{state}</b>: {counts}, {watch.num_tokens} tokens{rate}")
 
 # %% ../../nbs/8_view/widgets.ipynb #67fcc9cf
-class LiveView(Panel):
+class LiveView(WidgetBox):
     """Runs `prompts` on `llm` and shows it as it happens: slots filling, texts streaming, tokens
     per second.
 
