@@ -140,7 +140,7 @@ def line_of_row(
     except (TypeError, ValueError, RecursionError) as e:
         return fail(f"the row can not be read: {e}")
     if columns:
-        line = parse_line(number, columns.row(plain), "plain", chat, system, embed)
+        line = parse_line(number, columns.row(plain), "plain", chat, system=system, embed=embed)
     else:
         given: dict[str, Any] = {k: v for k, v in plain.items() if v is not None and v == v}
         with suppress(TypeError, ValueError, RecursionError):

@@ -473,6 +473,8 @@ class TorchBackend:
             if self.adapters is not None and any(batch.adapters)
             else contextlib.nullcontext()
         ):
-            out = packed_forward(self.model, step, packed, last, batch.hidden, batch.layers)
+            out = packed_forward(
+                self.model, step, packed, last, hidden=batch.hidden, layers=batch.layers
+            )
         self.masked = step.masked
         return out

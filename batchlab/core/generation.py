@@ -141,8 +141,8 @@ def make_request(
         row.prompt_ids,
         row.max_tokens,
         priority,
-        row.output_ids,
-        index,
+        output_ids=row.output_ids,
+        index=index,
         task=task,
         group=group,
     )

@@ -538,7 +538,9 @@ def _logprobs(
             [token_text(rows[b]) for b in some],
             [t for b in some if (t := tokens[b]) is not None],
         )
-        for b, d in zip(some, token_logprobs(given, mine, k, texts, ids or None, mode or "")):
+        for b, d in zip(
+            some, token_logprobs(given, mine, k, texts, others=ids or None, mode=mode or "")
+        ):
             out[b] = d
     return out
 

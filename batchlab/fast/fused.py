@@ -195,7 +195,9 @@ def describe_layers(
     kept = list[torch.Tensor]()
     for i, layer in enumerate(layers_of(model)):
         linears = [Linear() if m is None else m.describe() for m in modules[i]]
-        layers[i], more = describe_layer(layer, model.config, family, specs[i], linears, rotations)
+        layers[i], more = describe_layer(
+            layer, model.config, family, specs[i], linears=linears, rotations=rotations
+        )
         kept += more
         if (mixture := experts[i]) is not None:
             layers[i].experts = mixture.describe()
@@ -234,7 +236,7 @@ class FusedWeights:
         self.modules: list[tuple[Any, ...]] = [packer.products(layer) for layer in layers_of(model)]
         self.experts = [packer.experts(layer) for layer in layers_of(model)]
         self.layers, self.kept = describe_layers(
-            model, family, self.specs, self.modules, self.experts, self.rotations
+            model, family, self.specs, self.modules, experts=self.experts, rotations=self.rotations
         )
         make = getattr(linear, "head", linear)
         self.head = None if head_of(model) is None else packer.join([model.lm_head], make=make)
@@ -389,7 +391,7 @@ def product_outside(
     x = space[_READS.get(part, "normed" if normed else "stream")]
     y = space["logits" if end else _WRITES[part]]
     if part > 8:
-        experts_outside(weights.experts[i], part == 9, x, y, rows, space)
+        experts_outside(weights.experts[i], part == 9, x, y, tokens=rows, space=space)
         return x, y
     module: Any = weights.head if end else weights.modules[i][part // 2]
     about = (z.qkv, z.out, z.gate_up, z.down)[part // 2]
@@ -452,7 +454,9 @@ class Fused(FusedWeights):
             self.room = -(-batch.num_tokens // 256) * 256
             self.workspace = make_workspace(self.room + SPARE, self)
         rows = self._bind(cache, ints(batch.positions))
-        step, space = make_step(self, batch, self.workspace, rows, cache.block_size, self.seconds)
+        step, space = make_step(
+            self, batch, self.workspace, rows, block_size=cache.block_size, seconds=self.seconds
+        )
         adapted, kept = adapters.prepare(batch) if adapters is not None else (None, None)
         if adapted is not None:
             step.adapted = ctypes.addressof(adapted)
@@ -595,5 +599,7 @@ def open_backend(
     `Unavailable`, or `CompileError`, see `usable_kernels`."""
     kernels = usable_kernels(model, shapes, options)
     linear, why = choose_linear(model, options, PlainLinear)
-    fused = fuse(model, kernels, shapes, options.own, linear, options.probe, options.specs)
+    fused = fuse(
+        model, kernels, shapes, options.own, linear=linear, probe=options.probe, specs=options.specs
+    )
     return FusedBackend(fused, shapes, why)

@@ -62,7 +62,7 @@ class GroupForm:
 
 [_TABLE] = re.findall(r"Form FORMS\[\] = {(.*?)};", SOURCE, re.S)
 GROUP_FORMS = [
-    GroupForm(i, bits, torch.float32 if wide else torch.float16, offsets, group, zero)
+    GroupForm(i, bits, torch.float32 if wide else torch.float16, offsets, group=group, zero=zero)
     for i, row in enumerate(re.findall(r"{([^}]*)}", _TABLE))
     for bits, group, zero, wide, offsets in [map(int, row.split(","))]
 ]
@@ -288,7 +288,9 @@ class GroupedLinear(nn.Module):
         dtype = weights[0].dtype
         if len(names) == 1 and names <= BLOCKS.keys():
             _, form = BLOCKS[names.pop()]
-            return pack_blocks(weights, self.kernels, dtype, empty, kept, of_blocks), form.index
+            return pack_blocks(
+                weights, self.kernels, dtype, empty, kept=kept, kernel=of_blocks
+            ), form.index
         if found := groups_of(weights):
             return pack_groups(*found, self.kernels, dtype, empty, of_groups), found[1].index
         return self._pack_plain([_by_rows(plain_weight(w)) for w in weights], empty)
@@ -305,7 +307,9 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = _of_dtype(x, self.dtype).reshape(-1, self.in_features).contiguous()
-        out = grouped_product(self.kernels, rows, self.panels, self.bias, self.n, self.kernel)
+        out = grouped_product(
+            self.kernels, rows, self.panels, self.bias, n=self.n, kernel=self.kernel
+        )
         return out.view(*x.shape[:-1], self.n)
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #four0004

@@ -307,7 +307,7 @@ class Modules:
             module = next(iter(calls))
             args, where = calls.pop(module), places.pop(module)
             name = names[id(module)]
-            if (new := module_like(module, args, name, kernels, make, memory)) is None:
+            if (new := module_like(module, args, name, kernels, make=make, memory=memory)) is None:
                 continue
             self.nbytes += new.nbytes
             self.replaced.append((name, type(module).__name__, type(new).__name__, new.nbytes))

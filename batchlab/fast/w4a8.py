@@ -90,7 +90,9 @@ class W4A8Linear(GroupedLinear):
         groups = quantize_groups(*weights, kernels=self.kernels, bits=self.bits)
         if (form := group_form_of(groups)) is None:
             raise Unavailable("its weights have a form that the kernels do not know")
-        packed = pack_groups(groups, form, self.kernels, weights[0].dtype, empty, self.packers[0])
+        packed = pack_groups(
+            groups, form, self.kernels, weights[0].dtype, empty=empty, kernel=self.packers[0]
+        )
         return packed, form.index
 
 
@@ -114,7 +116,7 @@ def _blocks_right(kernels: Kernels) -> Iterator[bool]:
         )
         packed = pack_blocks([weight], kernels, weight.dtype, kernel="pack_quad_blocks")
         panels = panel_table([(packed, BLOCKS[name][1].index)])
-        got = grouped_product(kernels, x, panels, None, 40, "quads_product").T / 127
+        got = grouped_product(kernels, x, panels, None, n=40, kernel="quads_product").T / 127
         want = dequantize_blocks(kernels, weight, slice(None))
         yield bool((got - want).abs().max() <= 1e-6 * want.abs().max())
 
@@ -135,7 +137,9 @@ def quads_right(kernels: Kernels) -> Iterator[bool]:
         want = x @ groups.plain(torch.float32).T
         for dtype in DTYPES:
             rows = x.to(dtype)
-            got = grouped_product(kernels, rows, panels, None, 70, "quads_product")
-            alone = grouped_product(kernels, rows[3:4].clone(), panels, None, 70, "quads_product")
+            got = grouped_product(kernels, rows, panels, None, n=70, kernel="quads_product")
+            alone = grouped_product(
+                kernels, rows[3:4].clone(), panels, None, n=70, kernel="quads_product"
+            )
             yield torch.equal(got, want.to(dtype)) and torch.equal(alone, got[3:4])
     yield from _blocks_right(kernels)

@@ -292,7 +292,9 @@ class TextsGroup(PoolingGroup):
         bad = next((o for o in outs if o.error), None)
         error = self.error or (bad and bad.error)
         reason = self.reason if self.error else bad.finish_reason if bad else "stop"
-        return TextsOutput(self.request_id, outs, error, self.metrics(), self.fault, reason)
+        return TextsOutput(
+            self.request_id, outs, error, self.metrics(), fault=self.fault, finish_reason=reason
+        )
 
 # %% ../../nbs/6_jobs/pooling.ipynb #22198f98-1
 def admit_texts(

@@ -261,7 +261,9 @@ class LineRunner:
             line = self.live.pop(out.request_id)
             line.output = out
             limit, again = line.timeout or self.job.timeout, line.key in self.retried
-            record = record_of(line, out, self.model, limit, again, self.job.postprocess)
+            record = record_of(
+                line, out, self.model, limit, again=again, postprocess=self.job.postprocess
+            )
             if record is None:
                 self.retried.add(line.key)
                 self.again.append(line)

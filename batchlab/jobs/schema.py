@@ -441,7 +441,8 @@ def answer_body(
     kind; `model`: what to call it; `read`: see `choice_of`."""
     top, ids = (out.params.logprobs, out.params.logprob_token_ids) if out.params else (None, None)
     return body_head(kind, name, model) | dict(
-        choices=[choice_of(c, kind, top, ids, read, name) for c in out.outputs], usage=usage_of(out)
+        choices=[choice_of(c, kind, top, ids, read=read, name=name) for c in out.outputs],
+        usage=usage_of(out),
     )
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000063

@@ -698,7 +698,7 @@ class Columns:
         self.templates = [
             text
             if text is None
-            else Template(text, names, self.where, what, self.empty, self.spell)
+            else Template(text, names, self.where, what, empty=self.empty, spell=self.spell)
             for what, text in texts.items()
         ]
         self.settings = [n for n in names if n in self.setting_columns]

@@ -261,11 +261,11 @@ def read_sentence_transformer(folder: str | Path) -> SentenceTransformerConfig |
             bool(pooling.get("include_prompt", True)),
             steps,
             first.get("max_seq_length"),
-            bool(first.get("do_lower_case")),
-            {k: v or "" for k, v in (config.get("prompts") or {}).items()},
-            config.get("default_prompt_name"),
-            similarity,
-            config.get("truncate_dim"),
+            do_lower_case=bool(first.get("do_lower_case")),
+            prompts={k: v or "" for k, v in (config.get("prompts") or {}).items()},
+            default_prompt_name=config.get("default_prompt_name"),
+            similarity=similarity,
+            truncate_dim=config.get("truncate_dim"),
         )
     except ValueError as e:
         raise UnsupportedModelError(

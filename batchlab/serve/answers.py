@@ -323,7 +323,9 @@ class TextAnswer(Answer):
             shown, first = self.shown(o)
             prompt, each = self.ids_of(o)
             for c, token_ids in zip(shown.outputs, each):
-                choice = choice_of(c, a.kind, p.logprobs, p.logprob_token_ids, read, self.name)
+                choice = choice_of(
+                    c, a.kind, p.logprobs, p.logprob_token_ids, read=read, name=self.name
+                )
                 choice["index"] = i * p.n + c.index
                 if a.echo:
                     choice["logprobs"] = text_logprobs(c, first=first)

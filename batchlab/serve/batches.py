@@ -301,7 +301,9 @@ class NewFile:
         self.f.flush()
         os.fsync(self.f.fileno())
         self.f.close()
-        object = file_object(self.id, filename, purpose, self.size, self.store.now(), expires_after)
+        object = file_object(
+            self.id, filename, purpose, self.size, now=self.store.now(), expires_after=expires_after
+        )
         with self.store.change() as db:
             put(db, object)
             os.replace(self.part, self.store.file(self.id))  # what is listed has its bytes
@@ -566,7 +568,12 @@ def end_batch(store: BatchStore, id: str, status: str, **more: Any) -> dict[str,
         for k, size in zip(("output", "error"), sizes):
             if size:
                 name = f"{id}_{k}.jsonl"
-                put(db, file_object(own[k], name, "batch_output", size, now, own["expires"]))
+                put(
+                    db,
+                    file_object(
+                        own[k], name, "batch_output", size, now=now, expires_after=own["expires"]
+                    ),
+                )
                 batch[f"{k}_file_id"] = own[k]
         total = max(batch["request_counts"]["total"], sum(counts))
         counts = dict(total=total, completed=counts[0], failed=counts[1])

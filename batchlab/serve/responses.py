@@ -251,7 +251,7 @@ def create_response(
     head = response_head(wanted, asked.params, name or secrets.token_hex(12), model, True)
     response = head | dict(status="queued")
     line = background_line(asked, response["id"])
-    keep_response(runner.store, response, wanted.items, line, asked.priority, most)
+    keep_response(runner.store, response, wanted.items, line, priority=asked.priority, most=most)
     runner.wake()
     return response
 

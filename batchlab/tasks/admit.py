@@ -55,7 +55,7 @@ def admit(
     s = prompt.settings
     if isinstance(s.params, PoolingParams):
         assert isinstance(group, PoolingGroup)
-        admit_pooling(loaded, group, prompt.given, s.params, s.priority, s.timeout)
+        admit_pooling(loaded, group, prompt.given, s.params, priority=s.priority, timeout=s.timeout)
     else:
         admit_text(loaded, group, prompt, s.params)
     return put_adapter(adapters, group, s.adapter)
@@ -123,7 +123,7 @@ def admit_text(
     try:
         most = loaded.max_model_len if params.truncate_prompt_tokens is None else None
         group.prompt, ids = encode_prompt(
-            loaded.model, loaded.tokenizer, prompt.text, prompt.ids, prompt.talk, most
+            loaded.model, loaded.tokenizer, prompt.text, prompt.ids, talk=prompt.talk, max_len=most
         )
         group.prompt_token_ids = ids = keep_last(ids, params, loaded.max_model_len)
         check_prompt(ids, loaded.max_model_len, loaded.vocab_size)
@@ -156,7 +156,9 @@ def admit_text(
             else [group.request_id]
         )
         group.requests = [
-            make_request(row, name, i, prompt.settings.priority, group, aside_of(thinking))
+            make_request(
+                row, name, i, prompt.settings.priority, group=group, aside=aside_of(thinking)
+            )
             for i, (row, name) in enumerate(zip(rows, names))
         ]
     except ModelError:

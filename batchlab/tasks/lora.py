@@ -675,8 +675,8 @@ def open_for(loaded: LoadedModel) -> Adapters:
         loaded.model.dtype.itemsize,
         asked.max_loras or min(8, asked.max_cpu_loras or 8),
         asked.max_lora_rank or 16,
-        asked.max_cpu_loras,
-        read_modules(asked.lora_modules),
+        max_cpu_loras=asked.max_cpu_loras,
+        modules=read_modules(asked.lora_modules),
     )
 
 

@@ -379,7 +379,7 @@ def check_answer(
     ):
         for s in range(0, len(a.ids), size):
             alone = a.alone(s, size)
-            found += check_tokens(a, row, s, alone, us[s : s + size], tolerance)
+            found += check_tokens(a, row, s, alone, us=us[s : s + size], tolerance=tolerance)
     return sorted(found, key=lambda d: d.index)
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #0412022e-1

@@ -322,7 +322,7 @@ def bars(
             kind, what = key[part]
             said.append(f"{_said(n)} {what or label}")
             if n:
-                tile(c, x, n * unit, 20, kind, _said(n), f"{name}: {said[-1]}")
+                tile(c, x, n * unit, 20, kind=kind, text=_said(n), tip=f"{name}: {said[-1]}")
             x += n * unit
         c.text(left - 8, c.y + 14, name, anchor="end")
         c.text(x + 8, c.y + 14, notes.get(name, ""), "dim")
@@ -334,9 +334,9 @@ def bars(
         left,
         right,
         0,
-        most,
-        label,
-        all(isinstance(n, int) for parts in rows.values() for n in parts.values()),
+        high=most,
+        label=label,
+        whole=all(isinstance(n, int) for parts in rows.values() for n in parts.values()),
     )
     legend(c, left, [(kind, what) for kind, what in key.values() if what])
     written_lines(c, left, caption)

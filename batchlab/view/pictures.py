@@ -154,7 +154,7 @@ def draw_lanes(
             if apart and run.request is not None:
                 cached = f", {run.cached:.0%} of its tokens cached" if run.cached else ""
                 tip = f"request {run.request}: {ROW_KINDS[run.kind]}{cached}, slot {slot}, {unit} {start:.6g} to {end:.6g}"
-            _draw_run(c, run, place(start), place(end), high, tip)
+            _draw_run(c, run, place(start), place(end), high=high, tip=tip)
         c.row(left, high, f"slot {slot}" if high >= 9 else slot)
 
 # %% ../../nbs/8_view/pictures.ipynb #3ad38692
@@ -176,8 +176,8 @@ def timeline(traces: _Traces, by: str = "steps") -> Picture:
             "them empty"
         )
         heading(c, left, said[-1])
-        draw_lanes(c, lanes, left, right, high, at, by)
-        axis(c, left, right, at[0], at[-1], unit, by == "steps")
+        draw_lanes(c, lanes, left, right, high=high, at=at, unit=by)
+        axis(c, left, right, at[0], high=at[-1], label=unit, whole=by == "steps")
     return finished_picture(
         c,
         left,
@@ -219,7 +219,7 @@ def draw_packed_row(c: Canvas, rows: Sequence[TraceRow], left: float) -> None:
     unit, x = (c.right - left) / sum(row.n for row in rows), left
     for row in rows:
         tip = f"request {row.request}, positions {row.start} to {row.end - 1}"
-        tile(c, x, row.n * unit, 18, row.phase, row.request, tip)
+        tile(c, x, row.n * unit, 18, kind=row.phase, text=row.request, tip=tip)
         x += row.n * unit
     c.row(left, 18, "the row that the model gets")
     c.y += 12
@@ -352,7 +352,7 @@ def prefixes(trace: _One) -> Picture:
         c.box(left, c.y + high * 0.8 - 0.5, r["cached_tokens"] * unit, thin, "cached")
         c.row(left, high, f"request {r['request']}")
     c.y += 6
-    axis(c, left, c.right, 0, max(sizes), "tokens of the prompt", True)
+    axis(c, left, c.right, 0, high=max(sizes), label="tokens of the prompt", whole=True)
     key = dict(held="shared by several prompts", idle="one prompt’s own")
     return finished_picture(
         c, left, "Prompts and what they share", said, **key, cached="taken from the cache"

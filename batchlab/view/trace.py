@@ -40,7 +40,9 @@ def row_of(row: Any, number: int) -> TraceRow:
     again = max(0, min(r.num_seen, end) - start)
     known = n - len(row.draft_ids)
     samples, prefill = end >= prompt + len(r.output_ids), known > 1 or start < prompt
-    return TraceRow(r.slot, number, start, n, again, samples, prefill, n - known)
+    return TraceRow(
+        r.slot, number, start, n, again=again, samples=samples, prefill=prefill, drafts=n - known
+    )
 
 # %% ../../nbs/8_view/trace.ipynb #1df6a908
 @dataclass(slots=True, eq=False)

@@ -197,9 +197,9 @@ def step_events(steps: Sequence[dict]) -> Iterator[dict]:
         args = {
             k: s[k] for k in ("tokens", "waiting", "running", "error", *LEDGER_FIELDS) if s.get(k)
         }
-        yield slice_event(f"step {s['step']}", s["engine"], at, step_end(s), 1, 1, **args)
+        yield slice_event(f"step {s['step']}", s["engine"], at, step_end(s), pid=1, tid=1, **args)
         for part in PARTS:
-            yield slice_event(part, "part", at, at + s[part], 1, 1)
+            yield slice_event(part, "part", at, at + s[part], pid=1, tid=1)
             at += s[part]
         for k in ("tokens", "running", "waiting"):
             yield event("C", k, s["start"], 1, 0, args={k: s[k]})
@@ -219,7 +219,7 @@ def slot_events(steps: Sequence[dict]) -> Iterator[dict]:
             name = f"request {run.request}: {run.kind} {'× ' * (run.kind == 'decode')}{run.tokens}"
             start, end = steps[run.first]["start"], step_end(steps[run.end - 1])
             pid, args = engines.index(engine) + 10, dict(request=run.request, tokens=run.tokens)
-            yield slice_event(name, run.kind, start, end, pid, slot + 1, **args)
+            yield slice_event(name, run.kind, start, end, pid=pid, tid=slot + 1, **args)
 
 # %% ../../nbs/8_view/tracefile.ipynb #c49ccd14
 def request_events(requests: Sequence[dict]) -> Iterator[dict]:
