@@ -82,8 +82,8 @@ class LineQueue(LineRunner):
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #5867c1db
 def _jsonable(x: Any) -> Any:
-    """What json does not write: numbers and arrays of numpy, at any depth, and what pandas has
-    where nothing is."""
+    """The plain form of what json does not write: numbers and arrays of numpy, at any depth, and
+    what pandas has where nothing is."""
     if type(x).__name__ in ("NAType", "NaTType"):
         return None
     if hasattr(x, "tolist"):
@@ -352,7 +352,7 @@ def engine_in(folder: str, llm: dict[str, Any]) -> LLM:
 
 
 def engine_facts(folder: str, llm: dict[str, Any]) -> SimpleNamespace:
-    "What a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
+    "The facts that a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
     engine = engine_in(folder, llm)
     known, template = engine.adapters, getattr(engine.tokenizer, "chat_template", None)
     settings = engine.settings
@@ -387,7 +387,7 @@ class Tries:
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #job00010
 @dataclass
 class LineWorker:
-    """What Ray Data makes in each worker: lines in, records out.
+    """The object that Ray Data makes in each worker: lines in, records out.
 
     `job`: says how lines run. `engine`: arguments of `engine_in`. `digest`: of the model that it
     must have. `tries`: an actor `Tries`; after `enough` rows without a result none is begun."""

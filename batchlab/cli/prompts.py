@@ -47,7 +47,7 @@ def completion_dict(c: CompletionOutput) -> dict[str, Any]:
 
 
 def prompt_record(index: int, line: JobLine, error: str | None) -> dict[str, Any]:
-    "What is written of request `index`: of `line`, its output and its `error`, if there are any."
+    "The record of request `index`: of `line`, its output and its `error`, if there are any."
     out, prompt = line.output, line.prompt if line.text is None else line.text
     done = out.outputs if out and not error else []
     talk = prompt is None and line.messages

@@ -113,7 +113,7 @@ class TiledCache(KVCache):
 def shared_prefixes(
     tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1
 ) -> list[tuple[list[int], int]]:
-    """Which rows are best read together: groups `(rows, number of blocks)` that begin with the
+    """The rows that are best read together: groups `(rows, number of blocks)` that begin with the
     same blocks.
 
     `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share.
@@ -152,7 +152,7 @@ def shared_prefixes(
 
 # %% ../../nbs/4_fast/21_attention.ipynb #9e8cf59d
 def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
-    """Which rows of `batch` walk the blocks that their tables begin with together:
+    """The rows of `batch` that walk together the blocks that their tables begin with:
     `(rows, number of blocks)`.
 
     Whole steps of 128 columns are shared, and only by rows whose tokens all come after these."""
@@ -292,7 +292,7 @@ def attend_rows(
     q: torch.Tensor,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """What attention with `q` `[T, H, D]` has to be: row by row, by `attend_plain` in fp32.
+    """The right outputs of attention with `q` `[T, H, D]`: row by row, by `attend_plain` in fp32.
     `[T, H, Dv]`, fp32."""
     out = []
     for i, (table, end, start) in enumerate(zip(batch.block_table, batch.seq_lens, batch.starts)):

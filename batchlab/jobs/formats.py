@@ -166,8 +166,8 @@ def sync(path: str | Path) -> None:
 
 
 def new_of(path: str | Path) -> str:
-    """Where the next content of file `path` is written before it takes that place: a name that
-    only batchlab gives."""
+    """The name under which the next content of file `path` is written before it takes that place:
+    one that only batchlab gives."""
     return f"{path}.batchlab.new"
 
 

@@ -487,7 +487,7 @@ class ParamsCache(dict[str, SamplingParams]):
         return self.takes[template]
 
     def of(self, line: JobLine) -> SamplingParams:
-        "Those of `line`, which wants text. Raises `BadRequest`, `ParamError`."
+        "The sampling parameters of `line`, which wants text. Raises `BadRequest`, `ParamError`."
         key = f"{line.kind} {line.options}"
         if key not in self:
             if len(self) > 1000:
@@ -502,7 +502,7 @@ Postprocess = (
 
 
 def plain_ids(line: JobLine) -> dict[str, Any]:
-    "What a plain record begins with."
+    "The fields that a plain record begins with."
     return dict(request_id=line.key, **{line.unit: line.number}, **line.named)
 
 
@@ -581,8 +581,8 @@ def answer_of(
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000022-2
 def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, Any], str | None]:
-    """What `postprocess` makes of `out`, which has one answer, by column; and what went wrong,
-    if anything did."""
+    """The values that `postprocess` makes of `out`, which has one answer, by column; and what went
+    wrong, if anything did."""
     named, made, wrong = isinstance(postprocess, Mapping), {}, None
     for name, f in (
         postprocess.items() if isinstance(postprocess, Mapping) else [("result", postprocess)]

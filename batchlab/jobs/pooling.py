@@ -37,7 +37,7 @@ TEXTS_A_PLACE = 16  # texts of a request that count as one among those under way
 # %% ../../nbs/6_jobs/pooling.ipynb #701f2020
 @dataclass
 class PoolingRequest:
-    """What a body asks for. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'.
+    """The request that a body makes. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'.
     `texts`: strings or lists of ids; of pairs the first texts, and `others` the second, of which
     there are as many, or one of either and any number.
 
@@ -68,7 +68,8 @@ class PoolingRequest:
         return -(-max(len(self.texts), len(self.others)) // TEXTS_A_PLACE)
 
     def prompts(self, llm: AdaptedAnswers) -> list[tuple[Any, PoolingParams]]:
-        "What `llm` is to run for it. Raises `PromptError`, `ParamError`."
+        """The prompts that `llm` is to run for it, each with its parameters. Raises `PromptError`,
+        `ParamError`."""
         from batchlab.tasks.pooling import pair_up, pooler_of
 
         pooler = pooler_of(llm.loaded)
@@ -119,7 +120,7 @@ Empty = Annotated[dict, Field(max_length=0)]
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a2b
 class PoolBody(Body):
-    "What all of them take."
+    "The keys that all pooling requests take."
 
     model: str | None = None
     priority: Whole = 0  # lower goes first
@@ -239,8 +240,8 @@ def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
 # %% ../../nbs/6_jobs/pooling.ipynb #22198f98
 @dataclass
 class TextsOutput:
-    """What became of a request of several texts: `parts`, a result for each text that was run,
-    or an `error` for all. For the rest see `PoolingRequestOutput`."""
+    """The outcome of a request of several texts: `parts`, a result for each text that was run, or
+    an `error` for all. For the rest see `PoolingRequestOutput`."""
 
     request_id: str
     parts: list[PoolingRequestOutput[Any]]
@@ -287,7 +288,7 @@ class TextsGroup(PoolingGroup):
         self.parts: list[PoolingGroup] = []
 
     def result(self) -> Any:
-        "What became of them."
+        "The outcome of its texts, a `TextsOutput`."
         outs = [p.result() for p in self.parts]
         bad = next((o for o in outs if o.error), None)
         error = self.error or (bad and bad.error)

@@ -33,7 +33,7 @@ __all__ = ['CHAT_NAMES', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 
 
 # %% ../../nbs/6_jobs/responses.ipynb #25226e78
 class ResponseForm(Body):
-    "What the text of an answer must be."
+    "The form that the text of an answer must have."
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -192,7 +192,7 @@ def output_item(given: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def reasoning_item(given: dict[str, Any], at: str) -> dict[str, Any]:
-    "What a model thought earlier, which is no part of the next prompt."
+    "The item for an earlier thought of a model, which is no part of the next prompt."
     return dict(type="reasoning", summary=[])
 
 
@@ -353,8 +353,8 @@ def chat_format(form: ResponseForm | None) -> dict[str, Any] | None:
 # %% ../../nbs/6_jobs/responses.ipynb #274fe3d8
 @dataclass
 class ResponseAsked:
-    """What a request to `/v1/responses` asks for: its `own` keys, its new `items`, and `rest`,
-    the keys that a chat has too."""
+    """The content of a request to `/v1/responses`: its `own` keys, its new `items`, and `rest`, the
+    keys that a chat has too."""
 
     own: ResponseBody
     items: list[dict[str, Any]]
@@ -544,8 +544,8 @@ class ResponseParts:
     def take(
         self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, thoughts: int = 0
     ) -> bytes:
-        """What a part of a chat adds; `logprobs`: those of its tokens. `thoughts`: how many of
-        the chat's tokens so far, from the first on, are a thought."""
+        """The events that a part of a chat adds; `logprobs`: those of its tokens. `thoughts`: how
+        many of the chat's tokens so far, from the first on, are a thought."""
         self.scores += (logprobs or {}).get("content") or []
         self.thoughts = max(self.thoughts, thoughts)
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):

@@ -163,7 +163,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, llm: Any, name: str | None, any_model: bool | None = False) -> ModelNames:
-        """Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises
+        """The model names of `llm`; answers call it `name`. A hub's id may lack its owner. Raises
         `JobError`."""
         own = getattr(llm, "model", None)  # a worker's is elsewhere
         adapters = adapter_names(getattr(llm, "adapters", None))
@@ -194,7 +194,7 @@ Settle = Callable[[JobLine, dict[str, Any]], object]
 
 
 def name_of(model: Any) -> str:
-    "What to call `model`: its name, or that of its folder without the path, else its class."
+    "The name of `model`: its own, or that of its folder without the path, else its class."
     from batchlab.models.fetch import short_name  # not for a dry run, which needs no torch
 
     name = getattr(model.config, "_name_or_path", "")

@@ -111,7 +111,8 @@ class LoadedModel:
             self._model = None
 
     def derived(self, make: Callable[[LoadedModel], _T]) -> _T:
-        "What `make` makes of this model: made once, until another model or other ends are found."
+        """The object that `make` makes of this model: made once, until another model or other ends
+        are found."""
         if make not in self._derived:
             self._derived[make] = make(self)
         return self._derived[make]  # type: ignore[return-value]

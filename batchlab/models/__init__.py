@@ -239,8 +239,8 @@ def text_of(content: Any, where: str = "a message") -> Any:
 
 
 def half_character(*texts: str) -> str | None:
-    """What is wrong with the first of `texts` that is not valid Unicode, or None: some programs
-    cut a text in the middle of a character."""
+    """The fault of the first of `texts` that is not valid Unicode, or None: some programs cut a
+    text in the middle of a character."""
     for text in texts:
         if half := re.search("[\ud800-\udfff]", text):
             return (
@@ -250,7 +250,7 @@ def half_character(*texts: str) -> str | None:
 
 
 def bad_message(messages: Any) -> str | None:
-    "What is wrong with `messages` as a conversation, or None."
+    "The fault of `messages` as a conversation, or None."
     need = (
         "messages must be a list of at least one dict with a role and a content, such as "
         "{'role': 'user', 'content': 'Hi'}: "
@@ -271,8 +271,8 @@ ROLES = "system", "developer", "user", "assistant", "tool", "function"
 
 
 def unknown_role(messages: Sequence[Mapping[str, Any]], template: str) -> str | None:
-    """What is wrong with a role in `messages`, as most templates write down whatever it is, or
-    None. One that `template` names is right."""
+    """The fault of a role in `messages`, as most templates write down whatever it is, or None. One
+    that `template` names is right."""
     odd = [
         (i, m["role"])
         for i, m in enumerate(messages)
@@ -307,8 +307,8 @@ def template_text(template: Any) -> str | None:
 
 # %% ../../nbs/3_models/09_models.ipynb #cb0aa4a5-2
 def check_template(template: Any) -> str | None:
-    """What `template_text` gives, once it is found to be a template: it may still refuse some
-    messages. Raises `PromptError`."""
+    """The text that `template_text` gives, once it is found to be a template: it may still refuse
+    some messages. Raises `PromptError`."""
     text = template_text(template)
     if text is None:
         return None

@@ -223,11 +223,11 @@ class Controls:
         self._twin: Any = None
 
     def found(self, text: str) -> list[tuple[int, str]]:
-        "Where control tokens stand in `text`, as characters."
+        "The control tokens in `text`, each as `(place in characters, token)`."
         return [(m.start(), m[0]) for m in self.pattern.finditer(text)]
 
     def in_ids(self, ids: list[int]) -> list[int]:
-        "Those of `ids` that are control tokens."
+        "The control tokens among `ids`."
         return [i for i in ids if i in self.numbers]
 
     def is_piece(self, text: str) -> bool:
@@ -268,7 +268,7 @@ def _fold(c: str, marks: set[str]) -> bool:
 
 
 def stain_of(controls: Controls, given: Any, text: str) -> Stain | None:
-    "What stains the texts in `given` that need it, None if none does. `text`: what they became."
+    "The stain for the texts in `given` that need it, None if none does. `text`: what they became."
     texts = [*_strings(given)]
     chars = set().union(*texts)
     marks = controls.marks & chars
@@ -282,8 +282,9 @@ def stain_of(controls: Controls, given: Any, text: str) -> Stain | None:
 
 # %% ../../nbs/3_models/control.ipynb #ctl00020
 def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dict[str, Any]:
-    """What a template is `given`, with `stain` on each text that needs it. `thoughts`: all
-    markers of thoughts stay in what the assistant said, and not only those it begins with."""
+    """The variables that a template is `given`, with `stain` on each text that needs it.
+    `thoughts`: all markers of thoughts stay in what the assistant said, and not only those it
+    begins with."""
 
     def put(text: str, piece: bool) -> str:
         return stain.put(text, piece and controls.is_piece(text))

@@ -86,8 +86,8 @@ SECONDS = [
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00031
 class Metrics:
-    """What `/metrics` says of `llm`, under the names that vLLM gives it. `add` is called with
-    each request that was answered."""
+    """The figures that `/metrics` shows of `llm`, under the names that vLLM gives them. `add` is
+    called with each request that was answered."""
 
     def __init__(self, llm: AsyncLLM, name: str) -> None:
         self.llm, self.name, self.registry = llm, name, CollectorRegistry()
@@ -334,7 +334,7 @@ class Api:
         return dict(prompt=await self.served.in_queuer(lambda: self.served.decode(ids)))
 
     async def tokenizer(self, request: Request) -> dict[str, Any]:
-        """What a client needs to know of the tokenizer beside /tokenize: its special tokens, and
+        """The facts of the tokenizer that a client needs beside /tokenize: its special tokens, and
         the chat template."""
         tok = self.llm.llm.tokenizer
         special = {k: getattr(tok, f"{k}_token", None) for k in ("bos", "eos", "pad", "unk")}
@@ -574,7 +574,8 @@ class AccessLog:
 def _endpoint(
     reader: Callable[..., Any] | None, act: Callable[..., Awaitable[Any]]
 ) -> Callable[[Request], Awaitable[Response]]:
-    "What answers a request by `act`, which gets what `reader` makes of the body, if there is one."
+    """The function that answers a request by `act`, which gets what `reader` makes of the body, if
+    there is one."""
 
     make = reader or (lambda body: body)
     read_body = lambda raw: make(json_object(raw))
@@ -890,7 +891,8 @@ class Server(uvicorn.Server):
             asyncio.ensure_future(self.api.llm.abort(request_id))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        "What uvicorn calls at a signal; this one does not raise it again when the server has ended."
+        """Let the server end at a signal; unlike uvicorn's own, this does not raise it again at the
+        end."""
         if self.should_exit:
             self.force_exit = True
             # of the tasks that end with it

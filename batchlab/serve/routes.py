@@ -68,7 +68,7 @@ def upload_fields(form: dict[str, str]) -> Fields:
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31
 def page_asked(query: Any, most: int, default: int) -> dict[str, Any]:
-    """What `query` says of a page: where it begins, and how many objects it has, `most` at most.
+    """The page that `query` asks for: where it begins, and how many objects it has, `most` at most.
     Raises `BadRequest`."""
     given = query.get("limit", str(default))
     limit = int(given) if given.isdecimal() and len(given) < 9 else 0
