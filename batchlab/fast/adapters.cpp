@@ -26,7 +26,7 @@ static void add_block(const T* a, const T* b, i64 K, T* const* c, int n, float s
     for (int i = 0; i < M; i++)
         for (int j = 0; j < NV; j++) {
             const int m = std::clamp(n - j * W, 0, W);
-            if (m) part_store(c[i] + j * W, part(c[i] + j * W, m) + scale * s[i][j], m);
+            if (m) part_store(c[i] + j * W, multiply_add(all(scale), s[i][j], part(c[i] + j * W, m)), m);
         }
 }
 // For m rows of one adapter, up to MR: the `share`-th of `shares` of all panels of outputs

@@ -351,7 +351,7 @@ static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
                     const uint8_t* q = from + f.scales();
                     const int number = f.bits == 4 ? (int)(q[at / 2] >> at % 2 * 4 & 15) - (int)f.zero : (int8_t)q[at];
                     const float scale = scale_at(from, f, o), offset = f.offsets ? scale_at(from, f, NR + o) : -0.f;
-                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = scale * number + offset;
+                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = std::fma(scale, (float)number, offset);
                 }
             for (i64 i = 0; i < 2 * NR; i += W) store(to + i, load(x + i));
         }

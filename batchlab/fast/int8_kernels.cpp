@@ -111,7 +111,7 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
                 memcpy(&w, b + (k * NR + j * W) * 4, sizeof w);
                 for (int d = 0; d < 4; d++) {
                     vf f = __builtin_convertvector((vi)((vu)w << (24 - 8 * d)) >> 24, vf);
-                    for (int i = 0; i < M; i++) t[i][j] += (float)(a[4 * (k * M + i) + d] - 128) * f;
+                    for (int i = 0; i < M; i++) t[i][j] = multiply_add(all(a[4 * (k * M + i) + d] - 128), f, t[i][j]);
                 }
             }
         for (int i = 0; i < M; i++)
@@ -122,19 +122,6 @@ static void bytes_block(const uint8_t* a, i64 K, const int8_t* b, [[maybe_unused
         for (int j = 0; j < NV; j++) memcpy(sums + i * NR + j * W, &s[i][j], sizeof(vi));
 }
 
-static inline vf multiply_add(vf a, vf b, vf c) {  // never left to the compiler: a row's bits would depend on its block
-#if defined(__AVX512F__)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__FP_FAST_FMAF)
-    vf s;
-    for (int i = 0; i < W; i++) s[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return s;
-#else
-    return a * b + c;
-#endif
-}
 template <class T>  // sums of m rows, of which r is the first, for panel p
 static auto scaling(const float* steps, const float* scales, const float* bias, T* out, i64 N) {
     return [=](const int32_t* sums, i64 m, i64 r, i64 p) {

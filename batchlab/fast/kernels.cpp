@@ -1,12 +1,13 @@
 // Attention over blocks, in fp32 and bf16. Made from the cells of nbs/4_fast/21_attention.ipynb by .ci/cpp: edit the notebook.
 #include "w4a8.cpp"
 
-static inline vf vexp(vf x) {                                                                  // x up to 88
-    const vf y = x < -150.f ? all(-150.f) : x, n = y * 1.44269502f + 12582912.f - 12582912.f;  // 1.5 * 2^23: n is whole
-    const vf f = y * 1.44269502f - n + y * 1.92596299e-8f;
+static inline vf vexp(vf x) {  // x up to 88
+    const vf y = x < -150.f ? all(-150.f) : x,
+             n = multiply_add(y, all(1.44269502f), all(12582912.f)) - 12582912.f;  // 1.5 * 2^23: n is whole
+    const vf f = multiply_add(y, all(1.92596299e-8f), multiply_add(y, all(1.44269502f), -n));
     vf p = all(1.53533620e-4f);
-    p = p * f + 1.33988750e-3f, p = p * f + 9.61843692e-3f, p = p * f + 5.55033237e-2f;
-    p = p * f + 2.40226477e-1f, p = p * f + 6.93147182e-1f, p = p * f + 1.f;
+    for (float c : {1.33988750e-3f, 9.61843692e-3f, 5.55033237e-2f, 2.40226477e-1f, 6.93147182e-1f, 1.f})
+        p = multiply_add(p, f, all(c));
 #ifdef __AVX512F__
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
@@ -18,8 +19,8 @@ static inline vf vexp(vf x) {                                                   
 [[maybe_unused]] static inline vf vexp_as(const bf16*, vf x) {
 #ifdef __AVX512DQ__
     const vf y = x * 1.44269502f, f = (vf)_mm512_reduce_ps((__m512)y, 1);  // y less the whole number below it
-    vf p = f * 1.86707261e-03f + 9.01715088e-03f;
-    p = p * f + 5.57998288e-02f, p = p * f + 2.40164472e-01f, p = p * f + 6.93151310e-01f, p = p * f + 1.f;
+    vf p = all(1.86707261e-03f);
+    for (float c : {9.01715088e-03f, 5.57998288e-02f, 2.40164472e-01f, 6.93151310e-01f, 1.f}) p = multiply_add(p, f, all(c));
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)y);
 #else
     return vexp(x);

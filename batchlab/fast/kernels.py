@@ -271,7 +271,7 @@ def whole_rows(batch: Batch, most: int = 512) -> torch.Tensor:
 
 # %% ../../nbs/4_fast/21_attention.ipynb #c7a1e003
 def _products_right(kernels: Kernels) -> Iterator[bool]:
-    "Whether products are exact."
+    "Whether products are exact, and a row has the same bits in any company."
     gen = torch.Generator().manual_seed(0)
     for dtype in DTYPES:  # whole numbers: exact
         x, w, b = (
@@ -279,6 +279,10 @@ def _products_right(kernels: Kernels) -> Iterator[bool]:
         )
         want = F.linear(x.float(), w.float(), b.float()).to(dtype)
         yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
+        x, packed = torch.randn(29, 48, generator=gen).to(dtype), pack_weight(w * 0.1)
+        every = kernels.product(x, packed, b, 70)
+        for cut in (slice(1), slice(3, 10), slice(5, None)):
+            yield torch.equal(kernels.product(x[cut], packed, b, 70), every[cut])
     yield from tiles_right(kernels)
     yield from bytes_right(kernels)
     yield from groups_right(kernels)
@@ -327,18 +331,20 @@ def attend_both_ways(
 # %% ../../nbs/4_fast/21_attention.ipynb #f4475009
 def _attention_right(kernels: Kernels) -> Iterator[bool]:
     """Whether attention is right: with a prefix that two rows share, both ways, with window, soft
-    cap and sinks."""
+    cap and sinks; and with the same bits for a token alone."""
     batch = pack_rows(
         [([0], 140), ([0], 128), ([0], 40), ([0] * 4, 62)],
         [[5, 2, 1], [5, 2, 6], [0], [3, 4]],
         COLUMNS,
     )
     whole = pack_rows([([0] * n, 0) for n in (1, 150, 67)], [[]] * 3, 0, causal=False)
-    work = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 2, 2, threads=1)
+    work = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 3, 2, threads=1)
+    one = pack_rows([([0], 65)], [[3, 4]], COLUMNS)  # the last of the last row's tokens
+    alone = AttentionWorklist(one, prefix_groups(one, COLUMNS), COLUMNS, 3, 2, threads=1)
     every, gen = torch.arange(7 * COLUMNS), torch.Generator().manual_seed(0)
     q, k, v, sinks = (
         torch.randn(s, generator=gen)
-        for s in ((whole.num_tokens, 4, 48), (len(every), 2, 48), (len(every), 2, 48), (4,))
+        for s in ((whole.num_tokens, 6, 48), (len(every), 2, 48), (len(every), 2, 48), (6,))
     )
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         cache, a = TiledCache([(2, 48, 48)], 7, dtype=dtype), q.to(dtype)
@@ -351,9 +357,11 @@ def _attention_right(kernels: Kernels) -> Iterator[bool]:
             AttentionParams(0.15, None, 2.0, sinks),
         ):
             z = layout(cache, 0, x, asked)
-            got = kernels.attend(z, x, cache.keys[0], cache.values[0], work).float()
-            off = got - attend_rows(cache, 0, batch, x, asked)
+            K, V = cache.keys[0], cache.values[0]
+            got = kernels.attend(z, x, K, V, work)
+            off = got.float() - attend_rows(cache, 0, batch, x, asked)
             yield bool(off.abs().max() <= tolerance)
+            yield torch.equal(kernels.attend(z, x[6:7], K, V, alone), got[6:7])
             z = layout_whole(a, 2, 48, asked)
             got = kernels.attend_whole(z, a, key, value, whole_rows(whole, 70)).float()
             off = got - attend_both_ways(whole, a, key, value, asked)
@@ -361,8 +369,8 @@ def _attention_right(kernels: Kernels) -> Iterator[bool]:
 
 # %% ../../nbs/4_fast/21_attention.ipynb #c7a1e003-2
 def check_kernels(kernels: Kernels) -> None:
-    """Raise `CompileError` unless products are exact and attention comes out as `attend_plain`
-    has it."""
+    """Raise `CompileError` unless products are exact, attention comes out as `attend_plain` has
+    it, and both give a row the same bits in any company."""
     if not all(itertools.chain(_products_right(kernels), _attention_right(kernels))):
         raise CompileError(
             f"the compiled kernels compute wrong ({kernels.path.name}): delete it, or set CXX to "

@@ -74,7 +74,7 @@ static inline void norm_row(const T* in, T* out, const Norm& norm, i64 at, i64 w
     }
     for (i64 i = 0; i < width; i += W) {
         const vf v = load(in + i) - mean;
-        squares += v * v;
+        squares = multiply_add(v, v, squares);
     }
     const float scale = 1 / std::sqrt(sum(squares) / width + norm.eps);
     for (i64 i = 0; i < width; i += W) {

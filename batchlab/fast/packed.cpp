@@ -29,6 +29,20 @@ struct bf16 {
 };
 
 static inline vf all(float f) { return f - vf{}; }
+// a b + c. It is never left to the compiler whether a product and a sum are rounded once: a row's bits would depend on its block
+static inline vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+    vf s;
+    for (int i = 0; i < W; i++) s[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return s;
+#else
+    return a * b + c;
+#endif
+}
 static inline vf load(const float* p) { return *(const vfu*)p; }
 static inline vf load(const bf16* p) { return (vf)(__builtin_convertvector(*(const vhu*)p, vu) << 16); }
 static inline vu nearest(vf v) {  // its bf16, in the lower half
@@ -124,7 +138,7 @@ static inline void multiply(const float* a, i64 lda, const float* b, i64 ld, vf 
         vf x[V];
         for (int j = 0; j < V; j++) x[j] = load(b + k * ld + j * W);
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < V; j++) s[i][j] += a[i * lda + k * lda2] * x[j];
+            for (int j = 0; j < V; j++) s[i][j] = multiply_add(all(a[i * lda + k * lda2]), x[j], s[i][j]);
     }
 }
 template <int M, int V>
@@ -145,8 +159,8 @@ static inline void multiply(const bf16* a, i64 lda, const bf16* b, i64, vf (&s)[
         even[j] = (vf)(u << 16), odd[j] = (vf)(u & 0xffff0000);
     }
     for (int i = 0; i < M; i++) {
-        const float p = one(a + i * lda), q = one(a + i * lda + 1);
-        for (int j = 0; j < V; j++) s[i][j] += p * even[j], s[i][j] += q * odd[j];
+        const vf p = all(one(a + i * lda)), q = all(one(a + i * lda + 1));
+        for (int j = 0; j < V; j++) s[i][j] = multiply_add(q, odd[j], multiply_add(p, even[j], s[i][j]));
     }
 #endif
 }

@@ -138,10 +138,10 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
         }
         for (int j = 0; j < NV; j++) {
             const vf scale = some_scales(from, f, j * W);
-            for (int i = 0; i < M; i++) s[i][j] += __builtin_convertvector(t[i][j], vf) * (scale * scales[i]);
+            for (int i = 0; i < M; i++) s[i][j] = multiply_add(__builtin_convertvector(t[i][j], vf), scale * scales[i], s[i][j]);
             if (!f.offsets) continue;
             vf offset = some_scales(from, f, NR + j * W);
-            for (int i = 0; i < M; i++) s[i][j] += offset * (scales[i] * (sums[i] * -.125f));
+            for (int i = 0; i < M; i++) s[i][j] = multiply_add(offset, all(scales[i] * (sums[i] * -.125f)), s[i][j]);
         }
         from += f.bytes();
         if (G == 32 || g % 2) scales += M;
@@ -232,8 +232,9 @@ static void quads_tile(const Rounded& x, i64 r, i64 m, const uint8_t* from, cons
                     for (int j = 0; j < NV; j++) {
                         vi sum;
                         memcpy(&sum, sums_of[g][i] + j * W, sizeof sum);
-                        v[j] += __builtin_convertvector(sum, vf) * (scale[g][j] * scales[(first + g) * G / 32 * m + i]);
-                        if (OFFSETS) v[j] += offset[g][j] * worth[(first + g) * m + i];
+                        v[j] = multiply_add(__builtin_convertvector(sum, vf), scale[g][j] * scales[(first + g) * G / 32 * m + i],
+                                            v[j]);
+                        if (OFFSETS) v[j] = multiply_add(offset[g][j], all(worth[(first + g) * m + i]), v[j]);
                     }
                 s[i][0] = v[0], s[i][1] = v[1];
             }
