@@ -444,7 +444,7 @@ def test_other_names_of_the_model():
 
 
 def test_a_model_that_is_none_names_those_that_there_are(web, monkeypatch):
-    monkeypatch.setattr("batchlab.serve.app.adapter_names", lambda llm: ["pirate", "poet"])
+    monkeypatch.setattr("batchlab.serve.answers.adapter_names", lambda llm: ["pirate", "poet"])
     r = web.post(TEXT, json=dict(prompt="a", model="pirat"))
     said = r.json()["error"]["message"]
     assert r.status_code == 404 and all(repr(x) in said for x in ("tiny", "pirate", "poet"))

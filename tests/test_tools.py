@@ -274,7 +274,7 @@ def test_what_no_grammar_holds_is_held_to_names_and_types():
 @both
 def test_the_format_is_found_from_the_template(name, special):
     f = fmt_of(name, special)
-    assert (f.name, f.route, f.writes_calls) == (name, "tools", True)
+    assert (f.name, f.route, f.writes_calls) == (LAYOUT.get(name, name), "tools", True)
     assert f.arguments_as_text == (name == "as_text")
     layout = "".join((f.prefix, f.first, f.call, f.between, f.last))
     assert {t for t, _ in f.special} == {m for m in MARKERS if special and m in layout}
