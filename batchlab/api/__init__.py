@@ -474,7 +474,7 @@ class LLM:
         options = PoolOptions(use_tqdm, lora_request, tokenization_kwargs, prompt_name)
         return pool_prompts(self, "embed", prompts, pooling_params, options)
 
-    def encode_states(
+    def encode(
         self,
         prompts: Prompts,
         pooling_params: PoolingEach = None,

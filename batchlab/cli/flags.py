@@ -142,12 +142,12 @@ delimiter = argument(
 KINDS: dict[str, Any] = {  # what reads an argument, by the beginning of a type
     "bool": bool,
     "int": positive_int,
-    "Count": natural_argument,
+    "FromZero": natural_argument,
     "float": positive_float,
     "File": str,
     "str | Path": str,
     "str": utf8_argument,
-    "Texts": utf8_argument,
+    "Words": utf8_argument,
     "Sequence[str]": name_list,
     "Collection[int]": id_list,
     "AdapterModules": str,
@@ -210,15 +210,15 @@ def add_flag(parser: Any, f: Field, reads: Any, **common: Any) -> None:
         how |= dict(type=reads, metavar=f.name.rpartition("_")[2].upper())
     if f.kind.startswith("str | Sequence"):
         how["action"] = "append"
-    elif f.kind.startswith(("Sequence", "Collection", "Texts", "AdapterModules")):
+    elif f.kind.startswith(("Sequence", "Collection", "Words", "AdapterModules")):
         how |= dict(action="extend", default=[])
-    if f.kind.startswith(("Texts", "AdapterModules")):
+    if f.kind.startswith(("Words", "AdapterModules")):
         how["nargs"] = "+"
     how |= dict(help=text.replace("%", "%%")) | common
     if f.name not in PLACES:
         names = FLAG_NAMES.get(f.name, f"--{flag}").split()
         parser.add_argument(*names, dest=f.name, required=f.default is ..., **how)
-    elif f.kind == "Texts":
+    elif f.kind == "Words":
         parser.add_argument(f.name, **how | dict(nargs="*", action="store"))
     else:
         parser.add_argument(f.name, **how | dict(nargs=None if f.default is ... else "?"))
