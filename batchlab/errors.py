@@ -81,8 +81,8 @@ def written(v: Any, most: int = 200) -> str:
 # %% ../nbs/2_core/errors.ipynb #e44045b0
 @dataclass(frozen=True)
 class Fault:
-    """What the error of an answer is about: the `field` at fault, '' if it is none, and a `kind`
-    that errors of one cause share."""
+    """The subject of an answer's error: the `field` at fault, '' if it is none, and a `kind` that
+    errors of one cause share."""
 
     field: str = ""
     kind: str = ""
@@ -113,8 +113,8 @@ class BatchlabError(Exception):
 
     @property
     def fault(self) -> Fault:
-        """What it is about, to tell it from others: errors that one statement raises about one
-        field are of a kind."""
+        """The subject of the error, to tell it from others: errors that one statement raises about
+        one field are of a kind."""
         at = self.__traceback__
         while at and at.tb_next:
             at = at.tb_next
@@ -222,7 +222,7 @@ class JobError(BatchlabError):
         self.status, self.problem = status, message
 
     def to_client(self, job: str) -> str:
-        "What is in the way, with `job` as the name of the job and without the advice."
+        "The problem in words, with `job` as the name of the job and without the advice."
         return Message(self.problem, **{**self.fields, "job": job} if self.fields else {}).said()
 
 
@@ -313,7 +313,8 @@ class RemovedImport(RemovedError, ImportError):
 
 
 def no_name(module: str, name: str, hint: str = "") -> Exception:
-    "What the `__getattr__` of `module` raises for a `name` that it lacks; `hint`: what was meant."
+    """The error that the `__getattr__` of `module` raises for a `name` that it lacks; `hint`: what
+    was meant."""
     if name in REMOVED:
         return RemovedImport(name)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
@@ -364,7 +365,8 @@ class OneLineParser(argparse.ArgumentParser):
         raise JobError(f"{message} (see {self.prog} --help)")
 
     def meant(self, flag: str) -> str:
-        "What was probably meant by an unknown `flag`; '' if there is no guess."
+        """The question whether a known option was meant by an unknown `flag`; '' if there is no
+        guess."""
         flags = self._option_string_actions
         longer = [option for option in flags if flag[2:] and option.startswith(flag)]
         near = longer or get_close_matches(flag, flags, 1, 0.75)

@@ -20,7 +20,7 @@ from .errors import ModelError, ParamError
 # %% ../nbs/2_core/machine.ipynb #ea358080
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
-    "What /proc/cpuinfo says of the first processor; nothing where there is no such file."
+    "The fields of /proc/cpuinfo for the first processor; none where there is no such file."
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
     except OSError:
@@ -41,8 +41,8 @@ LEVELS: dict[str, tuple[str, set[str]]] = dict(
 
 
 def _level() -> tuple[str, set[str]] | None:
-    """What `BATCHLAB_MAX_CPU` names of `LEVELS`, where this processor has more than that. Raises
-    `ParamError`."""
+    """The one of `LEVELS` that `BATCHLAB_MAX_CPU` names, where this processor has more than that.
+    Raises `ParamError`."""
     if not (name := os.environ.get("BATCHLAB_MAX_CPU")):
         return None
     if name not in LEVELS:
@@ -54,8 +54,8 @@ def _level() -> tuple[str, set[str]] | None:
 # %% ../nbs/2_core/machine.ipynb #1cb06eb8
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """What the processor can do, in Linux's words ('flags' on x86, 'Features' on ARM); empty on
-    other systems.
+    """The abilities of the processor, in Linux's words ('flags' on x86, 'Features' on ARM); empty
+    on other systems.
 
     `BATCHLAB_MAX_CPU` hides what lies beyond one of `LEVELS`, as it is when this is first
     called. Raises `ParamError`."""
@@ -68,7 +68,8 @@ def processor_flags() -> frozenset[str]:
 
 
 def compiler_target() -> str:
-    "What compilers call the processor to make code for: 'native', or that of `BATCHLAB_MAX_CPU`."
+    """The name by which compilers know the processor to make code for: 'native', or that of
+    `BATCHLAB_MAX_CPU`."""
     level = _level()
     return "native" if level is None else level[0]
 

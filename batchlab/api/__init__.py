@@ -217,7 +217,8 @@ class LLM:
             self.trace().start()
 
     def _attach(self) -> tuple[Lookup | None, int | None]:
-        "What depends on how the model runs: what drafts tokens, and how long a text may be."
+        """The parts that depend on how the model runs: what drafts tokens, and how long a text may
+        be."""
         return make_proposer(self.loaded), self.pooler.limit
 
     if not TYPE_CHECKING:  # or each name would be one of its attributes
@@ -353,7 +354,7 @@ class LLM:
         use_tqdm: Bar = None,
         lora_request: AdapterChoices = None,
     ) -> Outputs[ChoiceScores]:
-        """How likely each of `choices` is after each of `prompts`: a `ChoiceScores` a prompt.
+        """The likelihood of each of `choices` after each of `prompts`: a `ChoiceScores` a prompt.
         For arguments see `batchlab.tasks.choices.choose`."""
         from batchlab.tasks.choices import choose
 
@@ -439,7 +440,7 @@ class LLM:
     def events(
         self, prompts: Sequence[ParsedPrompt], longest_first: bool = False
     ) -> Generator[StreamEvent]:
-        "What becomes of `prompts`, as it comes. Closing it cancels what is left."
+        "Yield the events of `prompts` as they come. Closing it cancels what is left."
         self.loop.check_outside()
         groups = self.admit(prompts)
         yield from self.loop.run(queue_order(self.settings, groups) if longest_first else groups)
@@ -448,12 +449,12 @@ class LLM:
 
     @property
     def pooler(self) -> Pooler:
-        "What can be made of the model's hidden states, and how."
+        "The `Pooler` that knows what can be made of the model's hidden states, and how."
         return pooler_of(self.loaded)
 
     @property
     def pooling_tasks(self) -> tuple[str, ...]:
-        "Which tasks of `PoolingParams` the model has."
+        "The tasks of `PoolingParams` that the model has."
         return self.pooler.tasks
 
     def embed(
@@ -483,7 +484,7 @@ class LLM:
         lora_request: AdapterChoices = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[PoolingRequestOutput]:
-        """What `pooling_task` makes of each of `prompts`, as a tensor:
+        """The result of `pooling_task` for each of `prompts`, as a tensor:
         `outputs[i].outputs.data`. A `RequestOutput` stands for its prompt and first answer.
 
         'token_embed', if none is given: the last hidden states `[n, E]`; of `layers` and
@@ -514,7 +515,7 @@ class LLM:
         lora_request: AdapterChoices = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
     ) -> Outputs[PoolingRequestOutput]:
-        """What the head of a reward model gives for each of `prompts`, as it is:
+        """The output of the head of a reward model for each of `prompts`, as it is:
         `outputs[i].outputs.data` `[labels]`. (vLLM's gives it for each token, as this one does
         where the head classifies tokens.)"""
         options = PoolOptions(use_tqdm, lora_request, tokenization_kwargs, raw=True)
@@ -532,8 +533,8 @@ class LLM:
         tokenization_kwargs: Mapping[str, object] | None = None,
         chat_template: str | None = None,
     ) -> Outputs[ScoringRequestOutput]:
-        """How well texts of `data_1` and `data_2` belong together, one and many or as many of
-        each: `outputs[i].outputs.score`.
+        """The scores of how well texts of `data_1` and `data_2` belong together, one and many or as
+        many of each: `outputs[i].outputs.score`.
 
         By a cross-encoder, which reads both texts at once, joined as its tokenizer does or by
         `chat_template`, whose messages have roles query and document; or as the cosine of two

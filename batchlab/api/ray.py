@@ -26,7 +26,7 @@ from ..jobs.progress import JobResult
 from ..jobs.journal import Ledgerbook, Outbox, has_records, journal_of, sort_records
 from ..llm.pooling_params import PoolingParams
 from ..llm.outputs import StreamEvent
-from ..jobs.lines import JobLine, failure_of, parse_line
+from ..jobs.lines import JobLine, failure_record, parse_line
 from ..jobs.pooling import PoolingRequest
 from ..jobs.schema import tokens_used
 from ..jobs.settings import is_setting
@@ -82,8 +82,8 @@ class LineQueue(LineRunner):
 
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #5867c1db
 def _jsonable(x: Any) -> Any:
-    """What json does not write: numbers and arrays of numpy, at any depth, and what pandas has
-    where nothing is."""
+    """The plain form of what json does not write: numbers and arrays of numpy, at any depth, and
+    what pandas has where nothing is."""
     if type(x).__name__ in ("NAType", "NaTType"):
         return None
     if hasattr(x, "tolist"):
@@ -352,7 +352,7 @@ def engine_in(folder: str, llm: dict[str, Any]) -> LLM:
 
 
 def engine_facts(folder: str, llm: dict[str, Any]) -> SimpleNamespace:
-    "What a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
+    "The facts that a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
     engine = engine_in(folder, llm)
     known, template = engine.adapters, getattr(engine.tokenizer, "chat_template", None)
     settings = engine.settings
@@ -387,7 +387,7 @@ class Tries:
 # %% ../../nbs/6_jobs/44_scaleout.ipynb #job00010
 @dataclass
 class LineWorker:
-    """What Ray Data makes in each worker: lines in, records out.
+    """The object that Ray Data makes in each worker: lines in, records out.
 
     `job`: says how lines run. `engine`: arguments of `engine_in`. `digest`: of the model that it
     must have. `tries`: an actor `Tries`; after `enough` rows without a result none is begun."""
@@ -466,7 +466,7 @@ class RayRun(Run):
         if not line.failure:
             self.left[line.number] = line
             return line
-        self.settle(line, failure_of(line, *line.failure))
+        self.settle(line, failure_record(line, *line.failure))
 
     def results(
         self, portions: Iterable[list[JobLine]], at_once: int, times: int
@@ -523,7 +523,7 @@ class RayRun(Run):
         yield from self.answers(([line] for line in again), 1, 1)
         for line in self.left.values():
             why = "each worker died that had this request, at last alone"
-            self.settle(line, failure_of(line, "server_error", why))
+            self.settle(line, failure_record(line, "server_error", why))
         if job.ordered and job.output:
             self.flush()
             for path in has_records(journal_of(job.output), job.error_file):

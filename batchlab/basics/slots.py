@@ -179,7 +179,8 @@ class RecomputeEngine(SoloEngine):
 def batch_for(
     model: PreTrainedModel, num_slots: int = 8, sample: Sampler = greedy, **settings: int
 ) -> tuple[str, SoloEngine]:
-    """How a model can be batched, and the engine that does it. `settings`: of `SlotBatch`."""
+    """The name of the way `model` can be batched, and the engine that does it. `settings`: of
+    `SlotBatch`."""
     if can_pack(model):
         return "packed", SlotBatch(model, num_slots, sample, **settings)
     if can_pad(model):

@@ -44,7 +44,7 @@ class Workload:
 
     @property
     def job(self) -> dict[str, Any]:
-        "What a contender is told of it."
+        "The part of it that a contender is told."
         return {k: v for k, v in vars(self).items() if k != "name"}
 
 
@@ -108,7 +108,7 @@ class PeerProcess:
     start_s: float = 0.0
 
     def send(self, message: dict) -> dict:
-        "What it replies to `message`, both of plain values. Raises `Unavailable` if it dies."
+        "The reply to `message`, both of plain values. Raises `Unavailable` if it dies."
         assert self.process.stdout
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(message), file=self.process.stdin, flush=True)
@@ -118,7 +118,7 @@ class PeerProcess:
         raise Unavailable(f"its process ended: {said.splitlines()[-1].strip()[:300]}")
 
     def ask(self, do: str, **args: Any) -> dict:
-        "What action `do` gives: `{'seconds': …, 'result': …}`."
+        "The result of action `do`: `{'seconds': …, 'result': …}`."
         return self.send(dict(do=do, **args))
 
 # %% ../../nbs/9_bench/bench.ipynb #1f050f19
@@ -226,7 +226,7 @@ def usable_cores() -> list[int]:
 
 
 def vllm_env(python: str, threads: int | None) -> dict[str, str]:
-    "What vLLM's manual asks for on a CPU."
+    "The environment that vLLM's manual asks for on a CPU."
     libs = "libiomp5.so", "libtcmalloc_minimal.so.4", "libtcmalloc.so.4"
     folders = [Path(python).parent.parent / "lib", *Path("/usr/lib").glob("*-linux-gnu")]
     files = [str(folder / lib) for lib in libs for folder in folders if (folder / lib).exists()]
@@ -321,8 +321,8 @@ def parser(kind: type[OneLineParser] = OneLineParser) -> OneLineParser:
 # %% ../../nbs/9_bench/bench.ipynb #9477c03c
 @dataclass
 class Setup:
-    """What the command measures with. `args`: its arguments. `settings`: what contenders start
-    with. `model`: a line on it.
+    """The setup that the command measures with. `args`: its arguments. `settings`: what contenders
+    start with. `model`: a line on it.
 
     `pythons`: the interpreters of those contenders that have one of their own."""
 
@@ -341,7 +341,8 @@ class Setup:
 # %% ../../nbs/9_bench/bench.ipynb #c4cd8c76
 @dataclass
 class Result:
-    """What one contender did. `rounds`: of each workload, by seed, seconds and output tokens.
+    """The measurements of one contender. `rounds`: of each workload, by seed, seconds and output
+    tokens.
 
     `yardstick_s`: seconds of a fixed computation just before, to see whether the machine was as
     fast for all."""
@@ -416,7 +417,7 @@ def machine(threads: int | None = None) -> dict:
 
 
 def machine_line(m: dict) -> str:
-    "What is measured on, in one line."
+    "The machine that is measured on, in one line."
     what = [m["cpu"], f"{m['cores']} cores", f"{m['threads']} threads", *m["features"]]
     what += [f"{m['memory_gb']:.0f} GB", m["gpu"]]
     return (
@@ -511,7 +512,8 @@ def find_gguf(model: str | None, given: str | None = None) -> str | None:
 
 # %% ../../nbs/9_bench/bench.ipynb #60be0005
 def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
-    "What `c` starts with: its options, and the model in the form that it reads. Raises `Unavailable`."
+    """The settings that `c` starts with: its options, and the model in the form that it reads.
+    Raises `Unavailable`."""
     own: dict[str, Any] = s.settings | dict(options=dict(c.options))
     weights, bits = own["options"].pop("weights", None), c.options.get("quantization")
     if weights and (weights != "gguf" or c.package != "batchlab"):
@@ -524,7 +526,7 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
 
 # %% ../../nbs/9_bench/bench.ipynb #276b100b
 def bits_of(gguf: str) -> str:
-    """What a label says of the weights in a GGUF file, by its name: ', 4-bit weights' for
+    """The part of a label about the weights in a GGUF file, by its name: ', 4-bit weights' for
     'model.Q4_1.gguf', '' if it does not tell."""
     found = re.search(r"[.-]I?Q(\d)_", Path(gguf).name, re.I)
     return f", {found[1]}-bit weights" if found else ""

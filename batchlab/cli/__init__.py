@@ -127,8 +127,8 @@ MARKS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ", ".parquet": b"P
 
 
 def kind_in(path: Path, text: bool, form: str | None) -> str:
-    """How the name of file `path`, the content of a pipe, should end, by its own name or its
-    first bytes. Raises `JobError`."""
+    """The ending that the name of file `path`, the content of a pipe, should have, by its own name
+    or its first bytes. Raises `JobError`."""
     from batchlab.jobs.tables import SUFFIX_KINDS, OPENERS, opener_of
 
     if {s.lower() for s in path.suffixes} & {*SUFFIX_KINDS, *OPENERS}:
@@ -212,7 +212,7 @@ def llm_options(args: Namespace) -> dict[str, Any]:
 
 
 def model_name(model: str) -> str:
-    "What answers call `model`: a folder without its path."
+    "The name of `model` in answers: a folder without its path."
     return Path(model).name if os.path.exists(model) else model
 
 
@@ -414,8 +414,8 @@ def view_trace(args: Namespace, llm: LLM | None = None) -> int:
 
 # %% ../../nbs/7_serve/cli.ipynb #gen00002
 def read_from(texts: Sequence[str], name: str | None, what: str) -> str:
-    """Where requests are read: file `name`, or '-' if there are no `texts` either, '' for these
-    alone. Raises `JobError` if nothing but a person could type them."""
+    """The place where requests are read: file `name`, or '-' if there are no `texts` either, '' for
+    these alone. Raises `JobError` if nothing but a person could type them."""
     name = name or ("" if texts else "-")
     if name == "-" and (sys.stdin is None or sys.stdin.isatty()):
         raise JobError(what)
@@ -496,8 +496,8 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
 
 # %% ../../nbs/7_serve/cli.ipynb #c46b9344
 def vectors_asked(args: Namespace) -> PoolingRequest:
-    """What `embed` and `plan --embed` ask for each text. Without a `model`, `args` get one for
-    embeddings. Raises `ParamError`."""
+    """The request that `embed` and `plan --embed` make for each text. Without a `model`, `args` get
+    one for embeddings. Raises `ParamError`."""
     from batchlab.jobs.pooling import PoolingRequest
     from batchlab.llm.pooling_params import PoolingParams
 

@@ -18,15 +18,15 @@ from .backend import AttentionParams, AttentionStep
 from .batch import Batch
 from ..errors import EngineError
 from .packing import Packed, ints
-from .cache import KVCache, KVShape, is_run
+from .cache import KVCache, KVShape, is_consecutive
 
 # %% auto #0
 __all__ = ['packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'PackedStep', 'TorchBackend']
 
 # %% ../../nbs/2_core/12_attention.ipynb #5e1a0c13
 class _Thread(threading.local):
-    """What a thread is in the middle of: a step, the configs of its model, and which layers have
-    attended."""
+    """The work that a thread is in the middle of: a step, the configs of its model, and which
+    layers have attended."""
 
     runs: tuple[AttentionStep | None, Sequence[Any], list[int], bool] = None, (), [], True
 
@@ -58,7 +58,7 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each attention layer, by the name 'batchlab':
+    """The attention of a layer; transformers calls this in each, by the name 'batchlab':
     `(output [1, T, H, Dv], None)`.
 
     `query` `[1, H, T, D]`; `key`, `value` `[1, KV, T, D]`: the packed new tokens. The step that
@@ -127,7 +127,7 @@ def attention_override(model: PreTrainedModel, attention: str | None = None) -> 
 
 # %% ../../nbs/2_core/12_attention.ipynb #enc00002
 def encoder_inputs(model: PreTrainedModel, packed: Packed) -> dict[str, torch.Tensor]:
-    """What the base of `model` takes beside the ids of a row that sees both ways: its
+    """The inputs that the base of `model` takes beside the ids of a row that sees both ways: its
     `position_ids` as it counts them, and `token_type_ids`."""
     base, ids, positions = model.base_model, packed.input_ids, packed.position_ids
     embed: Any = getattr(base, "embeddings", None)
@@ -329,7 +329,7 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
     tables, lengths, found = batch.block_table, batch.seq_lens, []
     classes: dict[tuple[int, int], list[int]] = {}
     for r, table in enumerate(tables[: batch.num_decode]):
-        alone = len(table) * block_size >= LONG and is_run(table)
+        alone = len(table) * block_size >= LONG and is_consecutive(table)
         classes.setdefault((len(table).bit_length(), r if alone else -1), []).append(r)
     for some in classes.values():
         width = max(len(tables[r]) for r in some)

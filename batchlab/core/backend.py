@@ -17,8 +17,9 @@ __all__ = ['AttentionParams', 'AttentionStep', 'Backend']
 
 # %% ../../nbs/2_core/backend.ipynb #c243b429
 class AttentionParams(NamedTuple):
-    """What a layer asks of attention. `scaling`: of the scores. `window`: how many tokens each one
-    sees, itself among them; `softcap`: of the scores; `sinks`: `[H]`. None is none."""
+    """The parameters that a layer gives to attention. `scaling`: of the scores. `window`: how many
+    tokens each one sees, itself among them; `softcap`: of the scores; `sinks`: `[H]`. None is
+    none."""
 
     scaling: float
     window: int | None = None

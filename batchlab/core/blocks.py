@@ -60,8 +60,7 @@ class KVBudget:
 # %% ../../nbs/2_core/10b_blocks.ipynb #c4493a25
 @dataclass(slots=True, eq=False)
 class Block:
-    """What is known of one block: room for the KV of `block_size` consecutive tokens, in all
-    layers.
+    """The record of one block: room for the KV of `block_size` consecutive tokens, in all layers.
 
     `parent` is the hash of all tokens before it; `hash` that of those and its own, once it is
     full."""
@@ -83,8 +82,8 @@ def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
 # %% ../../nbs/2_core/10b_blocks.ipynb #7a60d5e4
 @dataclass(frozen=True)
 class Hit:
-    """What a pool has of a prompt: whole `blocks`, to be shared, then `stored` blocks of the second
-    tier, by name, then `n` tokens to copy from block `source`."""
+    """The part of a prompt that a pool has: whole `blocks`, to be shared, then `stored` blocks of
+    the second tier, by name, then `n` tokens to copy from block `source`."""
 
     blocks: list[int]
     num_tokens: int  # of all together
@@ -340,7 +339,8 @@ class BlockPool:
     def find(
         self, ids: Sequence[int], hashes: Sequence[bytes] | None = None, root: bytes = b""
     ) -> Hit:
-        """What there is of a sequence of tokens `ids`, all but the last, which has to be computed.
+        """Find what there is of a sequence of tokens `ids`, all but the last, which has to be
+        computed.
 
         `hashes`: the chain of hashes of its chunks, if at hand. They only lead to blocks: the
         tokens are compared."""

@@ -33,8 +33,8 @@ def out_of_memory(e: BaseException) -> bool:
 
 # %% ../../nbs/2_core/14_engine.ipynb #3b751c28
 def take_rows(plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
-    """What each row of `plan` comes to by the `outputs` of its batch. All of its tasks are of
-    one class."""
+    """The result of each row of `plan` by the `outputs` of its batch. All of its tasks are of one
+    class."""
     return type(plan.rows[0].request.task).take_all(plan.rows, outputs)
 
 # %% ../../nbs/2_core/14_engine.ipynb #d2677823

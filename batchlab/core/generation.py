@@ -32,7 +32,7 @@ __all__ = ['WrittenAnswer', 'Generation', 'make_request', 'append_prompt', 'samp
 # %% ../../nbs/2_core/generation.ipynb #gen00008
 @dataclass(eq=False)
 class WrittenAnswer(Task):
-    "What a request that writes has so far; for the fields see `Generation`."
+    "The state so far of a request that writes; for the fields see `Generation`."
 
     row: SamplingRow
     text: Detokenizer
@@ -51,7 +51,7 @@ class WrittenAnswer(Task):
         self.delta += self.text.finish()
 
     def send(self, request: Request) -> tuple[str, list[int], list[Any] | None]:
-        "What came since the last call: text, tokens, and their `{id: Logprob}` if asked for."
+        "The news since the last call: text, tokens, and their `{id: Logprob}` if asked for."
         text, start = self.delta, self.num_sent
         self.delta, self.num_sent = "", len(request.output_ids)
         self.ends.clear()
@@ -183,7 +183,7 @@ class _Due:
 
     @property
     def sampling(self) -> SamplingRow:
-        "What sampling remembers, as if the tokens found so far were written."
+        "The sampling state of the row, as if the tokens found so far were written."
         task: Any = self.row.request.task
         known = task.row
         if not self.out.token_ids:
@@ -231,8 +231,8 @@ def sample_due(due: Sequence[_Due], logits: Tensor) -> None:
 
 # %% ../../nbs/2_core/generation.ipynb #c2536461
 def sample_rows(rows: Sequence[Row], logits: Tensor) -> list[RowOutput]:
-    """What each of `rows`, whose tasks are `Generation`s, gets from their `logits` `[n, V]`: the
-    next token, if it is due one, and those after it that its drafts foresaw."""
+    """The output of each of `rows`, whose tasks are `Generation`s, from their `logits` `[n, V]`:
+    the next token, if it is due one, and those after it that its drafts foresaw."""
     found: list[RowOutput] = []
     due: list[_Due] = []
     end = 0

@@ -71,7 +71,7 @@ RULES: dict[str, _Rule] = dict(
 
 
 def _about(name: str, rest: str) -> ParamError:
-    "What is wrong with field `name`, which goes before the `rest`."
+    "The error of field `name`, which goes before the `rest`."
     return ParamError(field=name, why=rest)
 
 # %% ../../nbs/2_core/params.ipynb #132d0887-1
@@ -196,8 +196,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], object]]] = (
 # %% ../../nbs/2_core/params.ipynb #eca7e2cc
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the whole text of an answer must be, exactly one of the first five; vLLM's names.
-    Raises `ParamError`.
+    """The form that the whole text of an answer must have, exactly one of the first five; vLLM's
+    names. Raises `ParamError`.
 
     `json`: valid under this JSON schema (a dict, its JSON, or a pydantic model). `json_object`:
     any JSON object. `regex`: a match of it. `choice`: one of these strings. `grammar`: a
@@ -230,7 +230,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        "Which of the first five is asked for."
+        "The name of the one of the first five that is asked for."
         return self._given()[0]
 
     @classmethod

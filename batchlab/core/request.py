@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/2_core/10c_request.ipynb #7ask0002
 class Task(Protocol):
-    """What a request is computed for: text, a vector, a score. Each request has one of its own.
+    """The aim of a request: text, a vector, a score. Each request has one of its own.
 
     The methods of one request are called as it goes on. Rows whose tasks are of one class are
     served together: `batch_fields` says what the model must give them, `take_all` makes
@@ -47,13 +47,14 @@ class Task(Protocol):
 
     @classmethod
     def batch_fields(cls, rows: Sequence[Row]) -> dict[str, Any]:
-        "What `rows` need of the model besides the logits of their positions: fields of a `Batch`."
+        """The fields of a `Batch` that `rows` need of the model besides the logits of their
+        positions."""
         return {}
 
     @classmethod
     def take_all(cls, rows: Sequence[Row], outputs: Tensor) -> list[RowOutput]:
-        """What each of `rows` comes to by the `outputs` of their batch: `Row.num_logits` lines
-        for each, one behind the other."""
+        """The result of each of `rows` by the `outputs` of their batch: `Row.num_logits` lines for
+        each, one behind the other."""
         return [RowOutput() for _ in rows]
 
 
@@ -181,7 +182,7 @@ class Row:
 # %% ../../nbs/2_core/10c_request.ipynb #e5757b72
 @dataclass
 class RowOutput:
-    """What a row came to: its next tokens (none, one or, with drafts, several), or an `error` for
+    """The result of a row: its next tokens (none, one or, with drafts, several), or an `error` for
     the user.
 
     `logprobs`: for each of them a `{id: Logprob}` or None, or [] if none were asked for.
@@ -195,7 +196,7 @@ class RowOutput:
 # %% ../../nbs/2_core/10c_request.ipynb #3ec8db30
 @dataclass
 class StepPlan:
-    """What one step does: first `loads`, then `copies`, then `rows` through the model, those of a
+    """The work of one step: first `loads`, then `copies`, then `rows` through the model, those of a
     single token first.
 
     `loads`: `(what the pool's second tier has, block to put it in)`. `copies`: `(source block, target block, number of tokens)`, in this order. `admitted`:

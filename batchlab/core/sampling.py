@@ -63,7 +63,8 @@ def _first_above(ends, t, positive):
 # %% ../../nbs/2_core/07_sampling.ipynb #23ccbb51
 @dataclass
 class SamplingRow:
-    "What sampling remembers of a running request. The caller appends new tokens to `output_ids`."
+    """All that sampling remembers of a running request. The caller appends new tokens to
+    `output_ids`."""
 
     params: SamplingParams
     prompt_ids: list[int]
@@ -278,7 +279,7 @@ def is_plain(row: SamplingRow) -> bool:
 def _places(
     x: Tensor, rows: Sequence[SamplingRow], ids_of: Callable[[SamplingRow], Collection[int]]
 ) -> Tensor:
-    "Where row b's ids `ids_of(row)` lie in `x` `[B, V]` read as one line: int64 of `b*V + id`."
+    "The places of row b's ids `ids_of(row)` in `x` `[B, V]` read as one line: int64 of `b*V + id`."
     V = x.shape[-1]
     parts = [
         b * V + t[t < V]
@@ -430,7 +431,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 @functools.cache
 def _largest_bits(dtype: torch.dtype) -> int:
-    "Those of -inf, unsigned: a negative NaN lies above, and a positive one is its row's largest."
+    """The bits of -inf, unsigned: a negative NaN lies above, and a positive one is its row's
+    largest."""
     x = torch.tensor(-torch.inf, dtype=dtype, device="cpu")
     return int(x.view(_INTEGERS[x.itemsize]).numpy().view(f"u{x.itemsize}"))
 
@@ -546,7 +548,7 @@ def _logprobs(
 
 
 def token_text(row: SamplingRow) -> TokenText:
-    "What turns one token of `row` into text and bytes; into None where none are wanted."
+    "A function that turns one token of `row` into text and bytes; into None where none are wanted."
     if row.tokenizer is None or not row.params.detokenize:
         return lambda i: (None, None)
     v = vocabulary_of(row.tokenizer)
@@ -554,7 +556,7 @@ def token_text(row: SamplingRow) -> TokenText:
 
 # %% ../../nbs/2_core/07_sampling.ipynb #55d86d44-2
 def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
-    """What each of `n` tokens of the prompt of `row`, from `start` on, adds to its text; None
+    """The text that each of `n` tokens of the prompt of `row`, from `start` on, adds to it; None
     for special ones, and where no text is wanted."""
     if row.tokenizer is None or not row.params.detokenize:
         return [None] * n
@@ -571,7 +573,7 @@ def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
 # %% ../../nbs/2_core/07_sampling.ipynb #9172e792
 @dataclass
 class Sampled:
-    """What `sample` gives: for each row a token id and its logprobs, both None for the rows
+    """The results of `sample`: for each row a token id and its logprobs, both None for the rows
     named in `errors`."""
 
     token_ids: list[int | None]

@@ -28,7 +28,8 @@ BESIDE = 128  # positions of prompts beside a stream, or a quarter of a step if 
 
 
 def root_of(r: Request) -> bytes:
-    "What the KV of `r` depends on besides its tokens, in this process: the number of its adapter."
+    """The number of the adapter of `r`, in bytes: all that its KV depends on besides its tokens, in
+    this process."""
     return b"adapter %d" % r.adapter if r.adapter else b""
 
 # %% ../../nbs/2_core/11_scheduler.ipynb #578016f4
@@ -54,7 +55,7 @@ class SlotTable:
         return self.pool.blocks_for(tokens) * self.pool.block_size
 
     def find(self, r: Request) -> Hit:
-        "What is there of `r` already."
+        "Find what the pool has of `r` already."
         hashes = None if r.output_ids else r.hashes
         return self.pool.find(r.token_ids[: r.first_logits + 1], hashes, self.root_of(r))
 

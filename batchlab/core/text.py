@@ -124,8 +124,8 @@ class StopScanner:
         )
 
     def add(self, text: str, armed: bool = True, last: bool = False) -> str:
-        """What may be shown of the held text and `text`; sets `found`. Unless `armed`, a match
-        in `text` doesn't count. `last`: no text follows."""
+        """The part of the held text and `text` that may be shown; sets `found`. Unless `armed`, a
+        match in `text` doesn't count. `last`: no text follows."""
         old, text = len(self.held), self.held + text
         ends = [i for u in self.until if (i := text.find(u)) >= 0]
         limit = (
@@ -153,7 +153,7 @@ class StopScanner:
 
 # %% ../../nbs/2_core/text.ipynb #21d13cc7
 class Spelled(Protocol):
-    "What has the text that a token adds: a `Logprob`."
+    "Anything that has the text that a token adds: a `Logprob`."
 
     decoded_token: str | None
 
@@ -214,7 +214,7 @@ class Detokenizer:
 
     @property
     def kept(self) -> str | None:
-        "What was kept apart; None if nothing was to be."
+        "The text that was kept apart; None if none was to be."
         return None if self._kept is None else "".join(self._kept)
 
     @property
@@ -222,7 +222,7 @@ class Detokenizer:
         return self._scanner.found
 
     def new_kept(self) -> str | None:
-        "What was kept apart since the last call."
+        "The text that was kept apart since the last call; None if none was to be."
         if self._kept is None:
             return None
         start, self._num_told = self._num_told, len(self._kept)
@@ -271,7 +271,7 @@ class Detokenizer:
         return new
 
     def _settle(self, text: str) -> str:
-        "What of `text` is to be shown; blanks behind a mark are left out."
+        "The part of `text` that is to be shown; blanks behind a mark are left out."
         if self._bare:
             text = text.lstrip()
             self._bare = not text

@@ -81,7 +81,7 @@ def ids_of_text(
 
 
 def cut_text(tokenizer: PreTrainedTokenizerBase, text: str, pair: str | None, most: int) -> Any:
-    """What `tokenizer` gives for `text`, with its `pair` if there is one, cut to `most` tokens
+    """The output of `tokenizer` for `text`, with its `pair` if there is one, cut to `most` tokens
     with the special ones at its end kept."""
     twins = _twins_of(tokenizer)
     with twins.lock:
@@ -102,8 +102,8 @@ def _byte_letters() -> dict[str, int]:
 
 # %% ../../nbs/2_core/tokens.ipynb #416b8213
 class Vocabulary:
-    """What the single tokens of `tokenizer` are, each looked up once. `vocabulary_of` keeps one
-    for each tokenizer."""
+    """The texts and bytes of the single tokens of `tokenizer`, each looked up once. `vocabulary_of`
+    keeps one for each tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -207,7 +207,7 @@ def word_ids(tokenizer: PreTrainedTokenizerBase, word: str) -> list[tuple[int, .
 def _normalized_ids(
     tokenizer: PreTrainedTokenizerBase, core: str, found: list[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """Those of `found` that spell what the tokenizer makes of `core`, as one in small letters
+    """The tuples of `found` that spell what the tokenizer makes of `core`, as one in small letters
     does of 'Paris'. Raises `ParamError`."""
     v, normalizer = (
         vocabulary_of(tokenizer),

@@ -29,8 +29,8 @@ from ..core.packing import ints
 
 # %% ../../nbs/4_fast/32_lora.ipynb #32bb0012
 class LowRank(NamedTuple):
-    """What an adapter adds to the outputs of a linear layer: `scale` times `x @ down.T @ up.T`.
-    `down` `[rank, in]`, `up` `[out, rank]`."""
+    """The part that an adapter adds to the outputs of a linear layer: `scale` times
+    `x @ down.T @ up.T`. `down` `[rank, in]`, `up` `[out, rank]`."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -100,7 +100,7 @@ class Slice(ctypes.Structure):
 
 @struct
 class Delta(ctypes.Structure):
-    "What an adapter adds to a product."
+    "The part that an adapter adds to a product."
 
 
 @struct
@@ -115,8 +115,8 @@ def _even(rank: int) -> int:
 def pack_delta(
     parts: Sequence[LowRank | None], sizes: Sequence[int], kernels: Kernels
 ) -> tuple[Delta, list[Any]]:
-    """What `parts`, one for each linear layer of a product or None, add to it, and what the
-    description leads to.
+    """The `Delta` that `parts`, one for each linear layer of a product or None, add to it, and what
+    the description leads to.
 
     `sizes`: how many outputs each of the layers has."""
     found = [(part, sum(sizes[:i])) for i, part in enumerate(parts) if part is not None]
@@ -408,8 +408,8 @@ class KernelAdapters(PackedAdapters):
 def open_adapters(
     backend: Any, shapes: dict[str, tuple[int, int]], weights: Callable[[Sequence[int]], list[Any]]
 ) -> Any:
-    """What runs adapters on `backend`, to be put in its `adapters`. `shapes`: `linear_shapes` of
-    its model; `weights`: see `PackedAdapters`.
+    """The object that runs adapters on `backend`, to be put in its `adapters`. `shapes`:
+    `linear_shapes` of its model; `weights`: see `PackedAdapters`.
 
     Raises `BatchError` for a backend that can't."""
     if isinstance(backend, FusedBackend):

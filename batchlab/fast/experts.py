@@ -21,7 +21,7 @@ from .trial import Probe
 
 # %% ../../nbs/4_fast/24_experts.ipynb #f7e0f192
 def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor], nn.Linear]:
-    """How `router` chooses experts for rows of `width`, by trying; the tensors that this leads
+    """The way `router` chooses experts for rows of `width`, by trying; the tensors that this leads
     to, and its product.
 
     Raises `Unavailable`."""
@@ -74,7 +74,7 @@ def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor
 
 # %% ../../nbs/4_fast/24_experts.ipynb #0c29df93
 def describe_gate(experts: Any) -> tuple[Activation, Callable[[torch.Tensor], torch.Tensor]]:
-    """What stands between the products of `experts`, by trying: for the kernels, and for rows
+    """The activation between the products of `experts`, by trying: for the kernels, and for rows
     `[gate | up]`. Raises `Unavailable`."""
 
     def gated(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

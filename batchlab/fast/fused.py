@@ -144,7 +144,8 @@ def embed_encoder(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 # %% ../../nbs/4_fast/25_fused.ipynb #7d48d2ed
 class FusedEmbedding:
-    "What goes into the layers of `model`. `project`, which ELECTRA has, is packed by `packer`."
+    """The rows that go into the layers of `model`. `project`, which ELECTRA has, is packed by
+    `packer`."""
 
     def __init__(self, model: PreTrainedModel, packer: WeightPacker) -> None:
         self.model, self.module, base = model, model.get_input_embeddings(), base_of(model)
@@ -266,7 +267,8 @@ class FusedWeights:
 
 # %% ../../nbs/4_fast/25_fused.ipynb #d186f09a
 def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor]:
-    "What the parts of a layer leave for each other, for `tokens` tokens, by the names of `Step`."
+    """The tensors that the parts of a layer leave for each other, for `tokens` tokens, by the names
+    of `Step`."""
     layers, experts, width, dtype = (
         weights.layers[:-1],
         [x for x in weights.experts if x is not None],
@@ -329,7 +331,7 @@ def bind_cache(
 
 # %% ../../nbs/4_fast/25_fused.ipynb #733c6ce2
 def attention_work(batch: Batch, spec: AttentionSpec, block_size: int) -> dict[str, torch.Tensor]:
-    "What attention as `spec` says goes through for `batch`, by the names of `Step`."
+    "The tensors that attention as `spec` says goes through for `batch`, by the names of `Step`."
     if not batch.causal:
         return dict(work_units=whole_rows(batch))
     groups, heads = prefix_groups(batch, block_size), spec.heads // spec.kv_heads
@@ -338,7 +340,7 @@ def attention_work(batch: Batch, spec: AttentionSpec, block_size: int) -> dict[s
 
 # %% ../../nbs/4_fast/25_fused.ipynb #3b4c1899
 def finish_logits(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    "What some families do to logits."
+    "Scale and cap `logits` as some families do, by `config`."
     if (scale := getattr(config, "logits_scaling", None) or 1) != 1:
         logits /= scale
     if (scale := getattr(config, "logit_scale", None) or 1) != 1:
@@ -575,7 +577,8 @@ QUANTIZED: dict[str, MakeLinear] = dict(int8=Int8Linear, w4a8=W4A8Linear)
 def choose_linear(
     model: PreTrainedModel, options: BackendOptions, own: MakeLinear | None
 ) -> tuple[Any, str]:
-    """What is made of the linear layers of `model`, and why not packed ones. Raises `Unavailable`.
+    """The maker of the linear layers of `model`, and the reason why not packed ones. Raises
+    `Unavailable`.
 
     `options.own`: its weights are given up for packed ones. `options.room`: else bytes that
     packed ones may take beside them, None for any number; where there is less room it is `own`.

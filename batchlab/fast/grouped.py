@@ -108,7 +108,7 @@ BLOCKS = {
 
 
 def _rows_at(weight: Any, at: slice | torch.Tensor) -> torch.Tensor:
-    "Which rows of bytes of a `weight` in blocks are its rows `at`."
+    "The rows of bytes, by index, that are the rows `at` of a `weight` in blocks."
     if weight.order is not None:
         return weight.order[at]
     if isinstance(at, slice) or at.dtype != torch.int64:
@@ -119,7 +119,7 @@ def _rows_at(weight: Any, at: slice | torch.Tensor) -> torch.Tensor:
 
 
 def _block_rows(weights: Sequence[Any], at: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-    "Where each of the rows `at` of all `weights` in blocks lies, int64."
+    "The address of each of the rows `at` of all `weights` in blocks, int64."
     for w in weights:
         address(w.raw, torch.uint8)
     return torch.cat([w.raw.data_ptr() + _rows_at(w, at) * w.raw.stride(0) for w in weights])

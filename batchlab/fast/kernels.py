@@ -45,7 +45,7 @@ from batchlab.fast.native import (
     limit_threads,
     pack_weight,
 )
-from ..core.batch import Batch, pack_rows, places
+from ..core.batch import Batch, pack_rows, cache_indices
 from ..errors import CompileError
 from ..core.packing import ints
 from ..core.cache import KVCache, KVShape
@@ -78,7 +78,7 @@ class TiledCache(KVCache):
         return heads, self.block_size // self.e, dim, self.e
 
     def prepare(self, batch: Batch) -> None:
-        self.use(batch)
+        self.count_used(batch)
         for source, target, _ in batch.copies:
             self.copy(source, target)
 
@@ -88,7 +88,7 @@ class TiledCache(KVCache):
             self.clear(layer, torch.arange(n or 0, self.block_size) + target * self.block_size)
 
     def clear(self, layer: int, slot_mapping: torch.Tensor) -> None:
-        "Zeros in these places, int64 `[T]`."
+        "Write zeros at the cache indices `slot_mapping`, int64 `[T]`."
         heads, *dims = self.shapes[layer]
         k, v = (torch.zeros(len(slot_mapping), heads, dim, dtype=self.dtype) for dim in dims)
         self.write(layer, k, v, slot_mapping)
@@ -113,7 +113,7 @@ class TiledCache(KVCache):
 def shared_prefixes(
     tables: Sequence[Sequence[int]], limits: Sequence[int], unit: int = 1
 ) -> list[tuple[list[int], int]]:
-    """Which rows are best read together: groups `(rows, number of blocks)` that begin with the
+    """The rows that are best read together: groups `(rows, number of blocks)` that begin with the
     same blocks.
 
     `tables`: each row's blocks; `limits`: how many of them, from the first on, a row may share.
@@ -152,7 +152,7 @@ def shared_prefixes(
 
 # %% ../../nbs/4_fast/21_attention.ipynb #9e8cf59d
 def prefix_groups(batch: Batch, block_size: int) -> list[tuple[list[int], int]]:
-    """Which rows of `batch` walk the blocks that their tables begin with together:
+    """The rows of `batch` that walk together the blocks that their tables begin with:
     `(rows, number of blocks)`.
 
     Whole steps of 128 columns are shared, and only by rows whose tokens all come after these."""
@@ -292,7 +292,7 @@ def attend_rows(
     q: torch.Tensor,
     params: AttentionParams,
 ) -> torch.Tensor:
-    """What attention with `q` `[T, H, D]` has to be: row by row, by `attend_plain` in fp32.
+    """The right outputs of attention with `q` `[T, H, D]`: row by row, by `attend_plain` in fp32.
     `[T, H, Dv]`, fp32."""
     out = []
     for i, (table, end, start) in enumerate(zip(batch.block_table, batch.seq_lens, batch.starts)):
@@ -414,13 +414,13 @@ class KernelStep(PackedStep):
 
     @functools.cached_property
     def ends(self) -> torch.Tensor:
-        """The places behind each row's last token: torch reads whole blocks, and multiplies what
-        it masks."""
+        """The cache indices behind each row's last token, int64: torch reads whole blocks, and
+        multiplies what it masks."""
         b, size = self.batch, self.cache.block_size
         return ints(
             p
             for t, n in zip(b.block_table, b.seq_lens)
-            for p in places(t, n, len(t) * size - n, size)
+            for p in cache_indices(t, n, len(t) * size - n, size)
         )
 
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -133,7 +133,7 @@ def _attention(layer: Any) -> Any:
 
 
 def head_of(model: Any) -> Any:
-    "What gives the logits of `model`, or None for an encoder."
+    "The module that gives the logits of `model`, or None for an encoder."
     return None if model.config.model_type in ENCODERS else getattr(model, "lm_head", None)
 
 
@@ -181,8 +181,8 @@ def linears_of(layer: Any) -> list[list[Any]]:
 
 # %% ../../nbs/4_fast/layers.ipynb #ad1c3dc3
 def check_family(model: PreTrainedModel) -> Family:
-    """How `model` is built, for which there are `usable_kernels`. Raises `Unavailable` if it is
-    of no known family, or not as transformers made it."""
+    """The family by which `model` is built, for which there are `usable_kernels`. Raises
+    `Unavailable` if it is of no known family, or not as transformers made it."""
     config, base = model.config, base_of(model)
 
     def no(why: str) -> None:
@@ -225,8 +225,8 @@ def check_family(model: PreTrainedModel) -> Family:
 
 # %% ../../nbs/4_fast/layers.ipynb #17d00001
 def describe_norm(module: Any, size: int, repeat: int = 1) -> tuple[Norm, list[torch.Tensor]]:
-    """What the norm `module` of rows of `size` numbers does, and the tensors that the
-    description leads to.
+    """The description of the norm `module` of rows of `size` numbers, and the tensors that it leads
+    to.
 
     Found by trying: what comes out for a few rows is compared with each norm that the kernels
     know. `repeat`: how often its weights are put side by side, for the heads that share them.
@@ -293,7 +293,7 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (  # in the or
 
 
 def activation_of(mlp: Any, gated: bool) -> Activation:
-    "Which of the kernels' activations an MLP has, by trying. Raises `Unavailable`."
+    "The one of the kernels' activations that an MLP has, by trying. Raises `Unavailable`."
     x = torch.linspace(-6, 6, 97)
     act, same = (
         first_of(
@@ -351,8 +351,8 @@ class Rotations:
             self.tables[kind] = tuple(t[:, at].contiguous() for t in (cos, sin))
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Which row of the tables is for which of `positions`, int64 `[T]`, and whether the
-        tables are others than before."""
+        """The row of the tables for each of `positions`, int64 `[T]`, and whether the tables are
+        others than before."""
         if self.by_step:  # they depend on how far the longest goes
             self._make(positions[None])
             return torch.arange(len(positions)), True
@@ -380,7 +380,7 @@ def describe_rotations(model: PreTrainedModel) -> tuple[Rotations | None, Sequen
 def attention_specs(
     model: PreTrainedModel, known: Sequence[AttentionSpec] | None = None
 ) -> Sequence[AttentionSpec]:
-    """What each layer of `model` asks of attention, unless that is `known`. Raises
+    """The attention that each layer of `model` asks for, unless that is `known`. Raises
     `Unavailable`, also if layers have different heads."""
     specs = (
         layer_specs(model, model.config.model_type not in ENCODERS, head_of(model) is None)

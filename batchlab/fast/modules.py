@@ -56,8 +56,8 @@ def module_kind(module: nn.Module) -> str | None:
 def record_calls(
     model: PreTrainedModel, row: Sequence[int], hidden: bool = False
 ) -> dict[nn.Module, tuple[torch.Tensor, ...]]:
-    """What each module of a `module_kind` is called with, the first time, when `model` runs `row` by
-    its own code: tensors, by position.
+    """The arguments that each module of a `module_kind` is called with, the first time, when
+    `model` runs `row` by its own code: tensors, by position.
 
     `hidden`: it runs without its head."""
     calls: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
@@ -159,8 +159,8 @@ class StandIn(nn.Module):
 def linear_like(
     module: Any, x: torch.Tensor, kernels: Kernels, make: MakeLinear, memory: HugePages
 ) -> nn.Module:
-    """What `make` gives for a linear `module`, if its sizes fit and it gives the same for `x`.
-    Raises `Unavailable`."""
+    """The module that `make` gives for a linear `module`, if its sizes fit and it gives the same
+    for `x`. Raises `Unavailable`."""
     linear = as_linear(module)
     if x.dtype != linear.weight.dtype or not linear.weight.is_cpu or linear.in_features % 16:
         raise Unavailable("its sizes or its dtype do not fit")
@@ -262,8 +262,8 @@ def module_like(
     make: MakeLinear | None,
     memory: HugePages,
 ) -> Any:
-    """What takes the place of `module`, called `name`, which is called with `args`; None if
-    nothing does."""
+    """The module that takes the place of `module`, called `name`, which is called with `args`; None
+    if nothing does."""
     kind, x = module_kind(module), args[0]
     if x.dtype not in NEAR or make is None and kind != "norm":
         return None
@@ -282,8 +282,8 @@ def module_like(
 
 # %% ../../nbs/4_fast/modules.ipynb #0aa34826
 class Modules:
-    """What takes the places of modules of `model`, by `kernels`: put in by `inside()`, or for
-    good with `own`, as their weights go one by one.
+    """The modules that take the places of those of `model`, by `kernels`: put in by `inside()`, or
+    for good with `own`, as their weights go one by one.
 
     `make`: what is made of linear layers and experts; `StandIn` to try, None to leave them.
     `hidden`: the head is left as it is. `nbytes`: of packed weights. `replaced`: of each module

@@ -152,8 +152,7 @@ def ctype(declaration: str) -> type:
 
 
 def signatures(source: str) -> dict[str, list[type]]:
-    """What each kernel takes that C++ `source` exports by `EXPORT(name)`: the types of its
-    arguments."""
+    """The types of the arguments of each kernel that C++ `source` exports by `EXPORT(name)`."""
     declared = dict(re.findall(r"static void (\w+)\(([^)]*)\) \{", source))
     return {
         name: [ctype(x) for x in declared[name].split(",")]
@@ -199,7 +198,7 @@ class Linear(ctypes.Structure):
 
 @struct
 class Activation(ctypes.Structure):
-    "What stands between the products of an MLP."
+    "The activation between the products of an MLP."
 
 
 @struct
@@ -214,7 +213,7 @@ class Layer(ctypes.Structure):
 
 @struct
 class Step(ctypes.Structure):
-    "What a step goes through the layers with."
+    "The data that a step goes through the layers with."
 
 
 # columns of a tile of keys and of a pass of attention, rows of queries of a unit of work, parts of
@@ -227,7 +226,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e025
 def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int:
-    """Where `x` lies: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number
+    """The address of `x`: `size` numbers of `dtype` on the CPU, without gaps, or rows of any number
     at any distance. Else raises `TypeError`."""
     if (
         x.dtype != dtype
@@ -243,7 +242,8 @@ def address(x: torch.Tensor, dtype: torch.dtype, size: int | None = None) -> int
 
 
 def asked_of(params: AttentionParams, heads: int) -> dict[str, Any]:
-    "What a `Shape` says of the scores of so many `heads`. Its sinks are fp32; the caller keeps them."
+    """The fields of a `Shape` that tell of the scores of so many `heads`. Its sinks are fp32; the
+    caller keeps them."""
     sinks = params.sinks
     return dict(
         scale=params.scaling,
@@ -254,8 +254,8 @@ def asked_of(params: AttentionParams, heads: int) -> dict[str, Any]:
 
 # %% ../../nbs/4_fast/native.ipynb #c7a1e001
 def row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.dtype, int, int]:
-    """Where each row of `weights` `[out, in]` lies, int64; their dtype, how many rows there are,
-    and their length. Raises `TypeError`."""
+    """The address of each row of `weights` `[out, in]`, int64; their dtype, how many rows there
+    are, and their length. Raises `TypeError`."""
     (d, K), size = (weights[0].dtype, weights[0].shape[1]), weights[0].element_size()
     if any(w.shape[1] != K for w in weights) or K * size % 4:
         raise TypeError(
@@ -269,7 +269,7 @@ def row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.
 def _output_addresses(
     n: int, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[int, int | None]:
-    "Where the scales and the biases of `n` outputs lie, all of them fp32."
+    "The addresses of the scales and the biases of `n` outputs, all of them fp32."
     f = torch.float32
     return address(scales, f, n), None if bias is None else address(bias, f, n)
 
@@ -343,7 +343,7 @@ class Kernels:
     def pack_weight(
         self, *weights: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty
     ) -> torch.Tensor:
-        "What `pack_weight` gives for `weights` of an even `in`, made by all threads."
+        "The panels that `pack_weight` gives for `weights` of an even `in`, made by all threads."
         rows, d, N, K = row_addresses(weights)
         e = 4 // d.itemsize
         out = empty((-(-N // 32), K // e, 32, e), dtype=d)

@@ -29,7 +29,7 @@ def join_biases(*linears: nn.Linear) -> torch.Tensor | None:
 
 
 def address_of(x: torch.Tensor | None) -> int | None:
-    "Where the numbers of `x` begin in memory, or None."
+    "The address in memory where the numbers of `x` begin, or None."
     return None if x is None else x.data_ptr()
 
 
@@ -153,8 +153,8 @@ def replace_linears(layer: nn.Module, linears: list[Any], packed: nn.Module) -> 
 
 # %% ../../nbs/4_fast/20_product.ipynb #d0226b54
 def mapped_files() -> list[tuple[int, int]]:
-    """Where safetensors and GGUF files are mapped into this process: `[(first address, last + 1)]`. On
-    Linux only."""
+    """The places where safetensors and GGUF files are mapped into this process:
+    `[(first address, last + 1)]`. On Linux only."""
     try:
         maps: Any = psutil.Process().memory_maps(grouped=False)
     except (AttributeError, OSError, ValueError, psutil.Error):

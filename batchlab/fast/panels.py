@@ -35,8 +35,8 @@ def panel_limit() -> float:
 
 
 def place_of(file: Path, layout: str = "") -> Path | None:
-    """Where the panels of a GGUF `file` are kept, or None; `layout`: what else their bytes depend on,
-    such as the dtype. Raises `ModelError`."""
+    """The path where the panels of a GGUF `file` are kept, or None; `layout`: what else their bytes
+    depend on, such as the dtype. Raises `ModelError`."""
     if not panel_limit():
         return None
     try:
@@ -94,7 +94,7 @@ class KeptPanels:
         return mine.view(tuple(shape))
 
     def note(self, panels: torch.Tensor, changed: int) -> None:
-        "That these are the next `panels`, of which so many were not in the file."
+        "Note the next `panels`, of which `changed` were not in the file."
         self.panels.append(panels)
         self.changed += changed
 

@@ -165,7 +165,7 @@ PASSED_ON = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    "What a layer asks of attention. `dim`, `dim_v`: of a key and of a value."
+    "The attention that a layer asks for. `dim`, `dim_v`: of a key and of a value."
 
     heads: int
     kv_heads: int
@@ -217,7 +217,7 @@ class LayerCalls:
 def _record(
     model: PreTrainedModel, ids: list[int], causal: bool = True, hidden: bool = False
 ) -> list[AttentionSpec]:
-    "What each layer asks of attention, from one row alone. Raises `Unavailable`."
+    "The attention that each layer asks for, from one row alone. Raises `Unavailable`."
     seen, n = LayerCalls(causal), model.config.get_text_config().num_hidden_layers
     packed_forward(
         model, seen, replace(pack([ids], [0], model.device), causal=causal), hidden=hidden
@@ -261,7 +261,7 @@ def reason_of(e: Exception) -> str:
 
 @contextlib.contextmanager
 def why_not() -> Iterator[None]:
-    "What goes wrong inside is a reason not to run packed, or not on a backend: `Unavailable`."
+    "Make what goes wrong inside a reason not to run packed, or not on a backend: `Unavailable`."
     try:
         yield
     except Unavailable:
@@ -325,9 +325,9 @@ def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None 
 def layer_specs(
     model: PreTrainedModel, causal: bool = True, hidden: bool = False
 ) -> list[AttentionSpec]:
-    """What each layer of `model` asks of attention, by one short row. Raises `Unavailable`
-    unless each calls the attention function once, asks for nothing unknown, and for the window
-    that config states. `causal`, `hidden`: as in a `Batch`."""
+    """The attention that each layer of `model` asks for, by one short row. Raises `Unavailable`
+    unless each calls the attention function once, asks for nothing unknown, and for the window that
+    config states. `causal`, `hidden`: as in a `Batch`."""
     run = model.base_model if hidden else model
     if "position_ids" not in inspect.signature(run.forward).parameters:
         raise Unavailable("it takes no position_ids")

@@ -72,8 +72,8 @@ def _about_arithmetic(llm: Answers) -> Iterator[Message]:
 def advise(
     llm: Answers, requests: int, longest: int | None = None, shared: float = 0.0
 ) -> list[Message]:
-    """What would make `requests` faster in `llm`, the most important first; empty if nothing
-    is wrong.
+    """The advice on how to make `requests` faster in `llm`, the most important first; empty if
+    nothing is wrong.
 
     `longest`: tokens of the longest, prompt and answer; `shared`: the share of the prompts'
     tokens that an earlier prompt begins with too."""
@@ -91,7 +91,7 @@ def advise(
 
 
 def try_int8(llm: Answers) -> list[Message]:
-    "That weights of 8 bits may be faster, where they can be had and are not there yet."
+    "The advice that weights of 8 bits may be faster, where they can be had and are not there yet."
     if llm.loaded.settings.quantization or llm.loaded.backend.name not in PACKED:
         return []
     why = "half as large as in bf16, which is faster where a step waits for them"

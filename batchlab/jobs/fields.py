@@ -76,7 +76,7 @@ def keys_of(
 
 
 def as_far_as_readable(rows: Iterator[_T]) -> Iterator[_T]:
-    "Those of `rows` that can be read. The reader of their requests reports what is wrong."
+    "Yield `rows` as far as they can be read. The reader of their requests reports what is wrong."
     with suppress(JobError):
         yield from rows
 
@@ -163,7 +163,7 @@ class JobFields:
         return "batch" if self.form == "batch" else "plain"
 
     def text_form(self) -> TextForm:
-        "How the text of a CSV is written, as far as it was given."
+        "The form of the text of a CSV, as far as it was given."
         return TextForm(self.delimiter, self.encoding, self.quotes)
 
     def table(self) -> TableFile:
@@ -199,7 +199,7 @@ class JobFields:
 
     @property
     def answer_column(self) -> str:
-        "What the column of an answer is called unless `output_column` says so."
+        "The name of the column of an answer unless `output_column` gives one."
         return "embedding" if self.embed else "text"
 
     def input_columns(self) -> list[str]:
@@ -218,14 +218,14 @@ class JobFields:
 
     @property
     def names(self) -> AnswerNames:
-        "What the columns of the answers are called; the same for all of the job."
+        "The names of the columns of the answers; the same for all of the job."
         if self.names_found is None:
             given, columns = self.output_column, self.input_columns()
             self.names_found = AnswerNames(columns, given, self.spell, self.answer_column)
         return self.names_found
 
     def settings(self) -> dict[str, Any]:
-        "What must stay the same from run to run, the model apart."
+        "The settings that must stay the same from run to run, the model apart."
         names, made = self.names, self.postprocess is not None or None
         same = "prompt_column chat system sampling_params error_file prompt_template"
         found = {k: getattr(self, k) for k in same.split()} | dict(form=self.line_form)
@@ -266,8 +266,8 @@ def check_form(job: JobFields) -> None:
 
 # %% ../../nbs/6_jobs/fields.ipynb #471dffde
 def columns_of(job: JobFields) -> Columns | None:
-    """What the columns of a table, or the keys of JSONL in its first lines, are for; None for
-    lines that say so themselves. Raises `JobError`."""
+    """The `Columns` of a table, or of the keys of JSONL in its first lines: what they are for; None
+    for lines that say so themselves. Raises `JobError`."""
     own: dict[str, Any] = {}
     usual = (job.prompt_column, job.prompt_template) == ("prompt", None)
     if job.from_table:
@@ -326,7 +326,7 @@ def check_fits(job: JobFields) -> None:
 
 # %% ../../nbs/6_jobs/fields.ipynb #795f8cd8
 def input_remarks(job: JobFields) -> Iterator[str]:
-    "What is to be said of the input of `job`, which has been checked, before it runs."
+    "Yield what is to be said of the input of `job`, which has been checked, before it runs."
     columns = job.columns
     if job.from_table:
         for remark in job.table().form.remarks:

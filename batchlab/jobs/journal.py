@@ -126,7 +126,8 @@ def as_journal(d: dict[str, Any]) -> bytes:
 
 
 def from_journal(raw: bytes) -> Any:
-    "What `as_journal` or `as_json` made line `raw` of. Raises `ValueError`, `RecursionError`."
+    """The value of which `as_journal` or `as_json` made line `raw`. Raises `ValueError`,
+    `RecursionError`."""
     if not raw.startswith(b"\0"):
         return json.loads(raw)
     _, text, tail = raw.split(b"\0", 2)
@@ -323,7 +324,7 @@ def journal_of(output: str | Path) -> str:
 
 
 def has_records(*paths: str | Path | None) -> list[str | Path]:
-    "Those of `paths` that are files with something in them."
+    "The `paths` that are files with something in them."
     return [p for p in paths if p and Path(p).is_file() and Path(p).stat().st_size]
 
 
@@ -414,7 +415,7 @@ def recover(
     retry: bool = False,
     names: AnswerNames = UNNAMED,
 ) -> tuple[Ledgerbook, bool]:
-    """What is on the disk of a job with `settings`: a `Ledgerbook`, and whether its records may
+    """The state on the disk of a job with `settings`: a `Ledgerbook`, and whether its records may
     be in disorder.
 
     `retry`: less the failures, which a run takes out of the files. Raises `JobError` if the

@@ -39,12 +39,12 @@ def seconds_at(p: JobPlan, fast: bool) -> tuple[float, float] | None:
 # %% ../../nbs/6_jobs/planning.ipynb #b5e7630f
 @dataclass
 class JobPlan:
-    """What a job would take. `failures`: the first of the `failed` lines, which can't run.
-    `ignored`: keys of lines that mean nothing here. `shared_tokens`: those of `prompt_tokens` that
-    an earlier line of the same block has computed. `memory`: a `MemoryPlan` of the longest
-    requests that run together. `prompt_rates`, `output_rates`: the lowest and the highest tokens
-    a second of a trial with `tried` requests; None without one. `advice`: what would make it
-    faster."""
+    """An estimate of what a job would take. `failures`: the first of the `failed` lines, which
+    can't run. `ignored`: keys of lines that mean nothing here. `shared_tokens`: those of
+    `prompt_tokens` that an earlier line of the same block has computed. `memory`: a `MemoryPlan` of
+    the longest requests that run together. `prompt_rates`, `output_rates`: the lowest and the
+    highest tokens a second of a trial with `tried` requests; None without one. `advice`: what would
+    make it faster."""
 
     requests: int = 0
     failed: int = 0
@@ -90,7 +90,7 @@ class JobPlan:
 
 # %% ../../nbs/6_jobs/planning.ipynb #8b63c2b6
 def counted(p: JobPlan, spell: Callable[[Option], str] = str) -> list[str]:
-    "What `p` has counted, in lines, with each `Option` as `spell` writes it."
+    "The counts of `p` in lines, with each `Option` as `spell` writes it."
     more = f"; {p.failed:,} more can not run" if p.failed else ""
     lines = [f"{counted_words(p.requests, 'request')}{more}", *(f"  {f}" for f in p.failures)]
     if p.ignored:

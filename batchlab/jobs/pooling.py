@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from ..errors import Fault
-from .schema import about
+from .schema import as_bad_request
 from .settings import BadRequest
 from .settings import Body, Whole, read
 from ..llm.pooled import PoolingGroup, PoolingRequestOutput
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a check of a file needs no torch
 __all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'MANY', 'Ids', 'Inputs', 'Texts', 'FLAG', 'Empty', 'BODIES', 'POOLING_KINDS', 'TASK_OF',
            'PAIRS', 'PoolingRequest', 'PoolBody', 'ClassifyBody', 'VectorBody', 'EmbedBody', 'PoolingBody', 'ScoreBody',
            'RerankBody', 'pairs_of', 'params_of', 'parse_pooling', 'TextsOutput', 'TextsGroup', 'admit_texts',
-           'encoded', 'check_finite', 'texts_usage', 'pooling_body']
+           'vector_json', 'check_finite', 'texts_usage', 'pooling_body']
 
 # %% ../../nbs/6_jobs/pooling.ipynb #a4149b82
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -37,7 +37,7 @@ TEXTS_A_PLACE = 16  # texts of a request that count as one among those under way
 # %% ../../nbs/6_jobs/pooling.ipynb #701f2020
 @dataclass
 class PoolingRequest:
-    """What a body asks for. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'.
+    """The request that a body makes. `kind`: 'embed', 'classify', 'pooling', 'score' or 'rerank'.
     `texts`: strings or lists of ids; of pairs the first texts, and `others` the second, of which
     there are as many, or one of either and any number.
 
@@ -68,7 +68,8 @@ class PoolingRequest:
         return -(-max(len(self.texts), len(self.others)) // TEXTS_A_PLACE)
 
     def prompts(self, llm: AdaptedAnswers) -> list[tuple[Any, PoolingParams]]:
-        "What `llm` is to run for it. Raises `PromptError`, `ParamError`."
+        """The prompts that `llm` is to run for it, each with its parameters. Raises `PromptError`,
+        `ParamError`."""
         from batchlab.tasks.pooling import pair_up, pooler_of
 
         pooler = pooler_of(llm.loaded)
@@ -119,7 +120,7 @@ Empty = Annotated[dict, Field(max_length=0)]
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a2b
 class PoolBody(Body):
-    "What all of them take."
+    "The keys that all pooling requests take."
 
     model: str | None = None
     priority: Whole = 0  # lower goes first
@@ -219,7 +220,7 @@ def params_of(body: PoolBody, kind: str) -> PoolingParams:
 def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
     """The `PoolingRequest` of the body of a request of `kind`. Raises `BadRequest`, which names
     the key at fault if it is one."""
-    with about(body):
+    with as_bad_request(body):
         given = read(BODIES[kind], body)
         params = params_of(given, kind)
     asked = PoolingRequest(
@@ -239,8 +240,8 @@ def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
 # %% ../../nbs/6_jobs/pooling.ipynb #22198f98
 @dataclass
 class TextsOutput:
-    """What became of a request of several texts: `parts`, a result for each text that was run,
-    or an `error` for all. For the rest see `PoolingRequestOutput`."""
+    """The outcome of a request of several texts: `parts`, a result for each text that was run, or
+    an `error` for all. For the rest see `PoolingRequestOutput`."""
 
     request_id: str
     parts: list[PoolingRequestOutput[Any]]
@@ -287,7 +288,7 @@ class TextsGroup(PoolingGroup):
         self.parts: list[PoolingGroup] = []
 
     def result(self) -> Any:
-        "What became of them."
+        "The outcome of its texts, a `TextsOutput`."
         outs = [p.result() for p in self.parts]
         bad = next((o for o in outs if o.error), None)
         error = self.error or (bad and bad.error)
@@ -336,7 +337,7 @@ def admit_texts(
 _IDS = dict(embed="embd", classify="classify", pooling="pool", score="score", rerank="rerank")
 
 
-def encoded(data: torch.Tensor, encoding: str = "float") -> Any:
+def vector_json(data: torch.Tensor, encoding: str = "float") -> Any:
     "A tensor as JSON has it: lists of numbers, or the bytes of little-endian fp32 in base64."
     if encoding == "float":
         return data.tolist()
@@ -405,7 +406,7 @@ def pooling_body(asked: PoolingRequest, out: TextsOutput, name: str, model: str)
     else:
         key, object = ("embedding", "embedding") if asked.kind == "embed" else ("data", "pooling")
         data = [
-            dict(object=object, index=i) | {key: encoded(p.outputs.data, asked.encoding)}
+            dict(object=object, index=i) | {key: vector_json(p.outputs.data, asked.encoding)}
             for i, p in enumerate(out.parts)
         ]
     return head | dict(object="list", created=int(time.time()), model=model, data=data, usage=usage)

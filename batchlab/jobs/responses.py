@@ -17,7 +17,7 @@ from ..core.params import SamplingParams
 from ..errors import ParamError
 from .schema import STATUS, ApiRequest, ChoiceParts
 from .settings import BadRequest
-from .schema import about, parse_online, usage_of
+from .schema import as_bad_request, parse_online, usage_of
 from .settings import Body, Whole, read, take
 from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
 
@@ -28,12 +28,12 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 # %% auto #0
 __all__ = ['CHAT_NAMES', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of', 'ResponseAsked', 'read_response',
-           'chat_body', 'renamed', 'renaming', 'ResponseRequest', 'request_of', 'format_shown', 'response_head',
-           'response_usage', 'ResponseParts', 'response_of']
+           'chat_body', 'response_error', 'as_response_error', 'ResponseRequest', 'request_of', 'format_shown',
+           'response_head', 'response_usage', 'ResponseParts', 'response_of']
 
 # %% ../../nbs/6_jobs/responses.ipynb #25226e78
 class ResponseForm(Body):
-    "What the text of an answer must be."
+    "The form that the text of an answer must have."
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -192,7 +192,7 @@ def output_item(given: dict[str, Any], at: str) -> dict[str, Any]:
 
 
 def reasoning_item(given: dict[str, Any], at: str) -> dict[str, Any]:
-    "What a model thought earlier, which is no part of the next prompt."
+    "The item for an earlier thought of a model, which is no part of the next prompt."
     return dict(type="reasoning", summary=[])
 
 
@@ -353,8 +353,8 @@ def chat_format(form: ResponseForm | None) -> dict[str, Any] | None:
 # %% ../../nbs/6_jobs/responses.ipynb #274fe3d8
 @dataclass
 class ResponseAsked:
-    """What a request to `/v1/responses` asks for: its `own` keys, its new `items`, and `rest`,
-    the keys that a chat has too."""
+    """The content of a request to `/v1/responses`: its `own` keys, its new `items`, and `rest`, the
+    keys that a chat has too."""
 
     own: ResponseBody
     items: list[dict[str, Any]]
@@ -368,7 +368,7 @@ class ResponseAsked:
 
 def read_response(body: dict[str, Any]) -> ResponseAsked:
     "The `ResponseAsked` of a `body`. Raises `BadRequest`, which names the key at fault."
-    with about(body):
+    with as_bad_request(body):
         for k, what in INSTEAD_OF_FIELDS.items():
             if body.get(k) is not None:
                 raise ParamError(f"{k} is not supported at /v1/responses: {what}", field=k)
@@ -412,7 +412,7 @@ CHAT_NAMES = dict(
 )
 
 
-def renamed(e: BadRequest) -> BadRequest:
+def response_error(e: BadRequest) -> BadRequest:
     "`e`, which is about a chat, as it is about a response."
     text = str(e)
     for k in ("response_format", "max_completion_tokens"):
@@ -421,12 +421,12 @@ def renamed(e: BadRequest) -> BadRequest:
 
 
 @contextmanager
-def renaming() -> Iterator[None]:
-    "A `BadRequest` inside is `renamed`."
+def as_response_error() -> Iterator[None]:
+    "A `BadRequest` about a chat becomes one about a response."
     try:
         yield
     except BadRequest as e:
-        raise renamed(e) from None
+        raise response_error(e) from None
 
 # %% ../../nbs/6_jobs/responses.ipynb #3673acda
 @dataclass
@@ -447,9 +447,9 @@ def request_of(
     wanted: ResponseAsked, earlier: Sequence[dict[str, Any]] = (), kept: bool = False
 ) -> ResponseRequest:
     "The request that `wanted` is, behind the items `earlier`. Raises `BadRequest`."
-    with about({}):
+    with as_bad_request({}):
         body = chat_body(wanted, earlier)
-    with renaming():
+    with as_response_error():
         rest = dict(body)
         tools = take_tools(rest)
         asked = vars(parse_online(rest, "chat"))
@@ -544,8 +544,8 @@ class ResponseParts:
     def take(
         self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, thoughts: int = 0
     ) -> bytes:
-        """What a part of a chat adds; `logprobs`: those of its tokens. `thoughts`: how many of
-        the chat's tokens so far, from the first on, are a thought."""
+        """The events that a part of a chat adds; `logprobs`: those of its tokens. `thoughts`: how
+        many of the chat's tokens so far, from the first on, are a thought."""
         self.scores += (logprobs or {}).get("content") or []
         self.thoughts = max(self.thoughts, thoughts)
         if thought := delta.get("reasoning_content") or delta.get("reasoning"):

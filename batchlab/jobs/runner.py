@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BatchlabError, JobError, ModelError
 from ..tasks.lora import adapter_named, adapter_names
 from .fields import JobFields
-from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
+from .lines import JobLine, ParamsCache, Postprocess, answer_record, failure_record
 from .settings import BadRequest
 from .pooling import TextsOutput
 from .responses import fit_roles
@@ -126,12 +126,14 @@ def record_of(
         model = out.lora_request.lora_name
     if not out.error and reason in ("stop", "length"):
         try:
-            return answer_of(line, out, model, postprocess)
+            return answer_record(line, out, model, postprocess)
         except BadRequest as e:
-            return failure_of(line, e.code, str(e))
+            return failure_record(line, e.code, str(e))
     if reason == "timeout":
-        return failure_of(line, "timeout", f"not done after {timeout:g} seconds")
-    return failure_of(line, "server_error", out.error or f"ended as {reason}") if again else None
+        return failure_record(line, "timeout", f"not done after {timeout:g} seconds")
+    return (
+        failure_record(line, "server_error", out.error or f"ended as {reason}") if again else None
+    )
 
 # %% ../../nbs/6_jobs/runner.ipynb #91b0aa15
 class Remarks:
@@ -163,7 +165,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, llm: Any, name: str | None, any_model: bool | None = False) -> ModelNames:
-        """Those of `llm`, which answers call `name`. A hub's id may lack its owner. Raises
+        """The model names of `llm`; answers call it `name`. A hub's id may lack its owner. Raises
         `JobError`."""
         own = getattr(llm, "model", None)  # a worker's is elsewhere
         adapters = adapter_names(getattr(llm, "adapters", None))
@@ -194,7 +196,7 @@ Settle = Callable[[JobLine, dict[str, Any]], object]
 
 
 def name_of(model: Any) -> str:
-    "What to call `model`: its name, or that of its folder without the path, else its class."
+    "The name of `model`: its own, or that of its folder without the path, else its class."
     from batchlab.models.fetch import short_name  # not for a dry run, which needs no torch
 
     name = getattr(model.config, "_name_or_path", "")
@@ -238,7 +240,7 @@ class LineRunner:
         group = None if line.failure else admit()
         self.first = self.first and not group
         if line.failure:
-            self.settle(line, failure_of(line, *line.failure))
+            self.settle(line, failure_record(line, *line.failure))
         return group and (line, group)
 
     def submit(self, items: list[Admitted]) -> None:

@@ -33,7 +33,7 @@ __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE',
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000010
 def key_of(field: str, body: dict[str, Any]) -> str | None:
-    "Which key of `body` gave the `field` that an error is about, if one did."
+    "The key of `body` that gave the `field` that an error is about, if one did."
     setting = field.partition(".")[0]
     if setting == "structured_outputs" and "response_format" in body:
         return "response_format"
@@ -42,14 +42,14 @@ def key_of(field: str, body: dict[str, Any]) -> str | None:
 
 
 def at_fault(field: str, body: dict[str, Any], own: str | None) -> str | None:
-    """Which key of `body` is at fault where an error is about a `field`: the one that gave this,
+    """The key of `body` that is at fault where an error is about a `field`: the one that gave this,
     or, if it is no setting, `own`."""
     found = key_of(field, body)
     return found if found or field.partition(".")[0] in KNOWN_SETTINGS else own
 
 
 @contextmanager
-def about(body: dict[str, Any]) -> Iterator[None]:
+def as_bad_request(body: dict[str, Any]) -> Iterator[None]:
     "A `ParamError` becomes a `BadRequest` about the key of `body` that is at fault."
     try:
         yield
@@ -62,7 +62,7 @@ def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     """The sampling parameters in dict `given`, by whatever names, as a dict for
     `SamplingParams`. `chat`: log probabilities are asked for as in the chat endpoint. Raises
     `BadRequest` for each that can't be honoured."""
-    with about(given):
+    with as_bad_request(given):
         return settings_of(given, chat)
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000031
@@ -98,7 +98,8 @@ def plain_text(content: Any, where: str) -> Any:
 
 # %% ../../nbs/6_jobs/schema.ipynb #too40001
 def cut_object(text: str) -> Any:
-    "What came of the JSON in `text` before it was cut off, as the arguments of a call may be, or None."
+    """The value of the JSON in `text` as far as it came before it was cut off, as the arguments of
+    a call may be, or None."""
     with suppress(ValueError, RecursionError):
         json.JSONDecoder().raw_decode(text.lstrip())
         return None  # it is whole, and there is more behind it
@@ -267,7 +268,7 @@ def _number(x: float | None) -> float:
 
 
 def token_names(step: dict[int, Logprob]) -> dict[int, str]:
-    """What each token of `step` is called, no two alike; the one that was taken is the first,
+    """The name of each token of `step`, by id, no two alike; the one that was taken is the first,
     and called by what it adds to the text.
 
     Of the others one is called by its text, or by its bytes, as OpenAI writes them
@@ -290,8 +291,8 @@ def token_names(step: dict[int, Logprob]) -> dict[int, str]:
 
 
 def token_offsets(text: str, tokens: Sequence[str], start: int = 0) -> list[int]:
-    """Where each of `tokens` begins in `text`, of which they are from character `start` on, and
-    where the last ends.
+    """The offset of each of `tokens` in `text`, of which they are from character `start` on, and
+    the end of the last.
 
     A special token that the text leaves out has no width; of a text that is still to come every
     token counts."""
@@ -422,7 +423,7 @@ def choice_of(
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa00060b
 def body_head(kind: str, name: str, model: str, part: bool = False) -> dict[str, Any]:
-    "What the body of an answer begins with, or each `part` of one that is streamed."
+    "The beginning of the body of an answer, or of each `part` of one that is streamed."
     prefix, object = dict(chat=("chatcmpl", "chat.completion"), text=("cmpl", "text_completion"))[
         kind
     ]
@@ -485,7 +486,7 @@ class StreamOptions(Body):
 
 
 class Talk(Body):
-    "What a chat template takes beside the messages."
+    "The keys that a chat template takes beside the messages."
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -496,7 +497,7 @@ class Talk(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        "Those that are given."
+        "The options that are given."
         return {k: v for k in Talk.model_fields if (v := getattr(self, k)) is not None}
 
 
@@ -604,7 +605,7 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     """The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises
     `BadRequest`, which names the key at fault if it is one."""
-    with about(body):
+    with as_bad_request(body):
         return _parse_online(body, kind)
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl00008
@@ -647,8 +648,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChoiceParts:
-    """What of choice `index` is sent: characters, tokens, and where in the text the next token
-    begins. For the rest see `Parts`."""
+    """The counts of what was sent of choice `index`: characters, tokens, and where in the text the
+    next token begins. For the rest see `Parts`."""
 
     def __init__(
         self,
@@ -676,8 +677,8 @@ class ChoiceParts:
     def since(
         self, c: CompletionOutput, first: str, token_ids: Sequence[int] | None = None
     ) -> list[str]:
-        """What the choice got, as JSON, a part for each delta. `token_ids`: those of the answer so
-        far, if the parts are to have them."""
+        """The new parts of the choice, as JSON, one for each delta. `token_ids`: those of the
+        answer so far, if the parts are to have them."""
         text, reason = c.text[self.chars :], c.finish_reason
         thought = (c.reasoning or "")[self.thought :]
         if self.ended or self.begun and not text and not thought and not reason:

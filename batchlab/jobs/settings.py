@@ -183,7 +183,7 @@ def _shown(v: Any) -> str:
 
 
 def advice(k: str, v: Any = None) -> str:
-    "What is to be said of setting `k` with value `v`, which nothing here can honour."
+    "The message about setting `k` with value `v`, which nothing here can honour."
     if k in NEUTRAL:
         return f"{k}={_shown(v)} is not supported: leave it out, or give {_shown(NEUTRAL[k][0])}"
     if k not in INSTEAD and (near := near_name(k, KNOWN_SETTINGS)) not in (None, k):

@@ -79,7 +79,7 @@ CONVERT = {
 
 
 def suffix_of(name: str | Path) -> str:
-    "How the name of a file ends, such as '.csv', without its compression."
+    "The end of the name of a file, such as '.csv', without its compression."
     p = Path(name)
     return (p.with_suffix("") if p.suffix.lower() in OPENERS else p).suffix.lower()
 
@@ -91,7 +91,7 @@ def file_kind(name: str | Path) -> str:
 
 
 def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
-    "What opens file `name` in its compression, as `open` does."
+    "The function that opens file `name` in its compression, as `open` does."
     return OPENERS.get(Path(name).suffix.lower(), open)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008-1
@@ -521,7 +521,7 @@ def no_talk(other: str) -> JobError:
 
 
 def settings_remark(names: Sequence[str]) -> Message:
-    "What is said of columns `names`, which are data, where settings have these names too."
+    "The remark about columns `names`, which are data, where settings have these names too."
     return Message(
         "columns with names of settings are data here: {names}; {made} makes them settings of "
         "their row",
@@ -580,11 +580,11 @@ class AnswerNames:
 
     @property
     def renamed(self) -> dict[str, str]:
-        "Those of our own columns that are called otherwise: `{name: new name}`."
+        "The new names of our own columns that are called otherwise: `{name: new name}`."
         return {k: v for k, v in sorted(self.shown.items()) if k in OWN_COLUMNS and k != v}
 
     def of(self, name: str) -> str:
-        "What column `name` of the answers is called: one of ours, or one that a function made."
+        "The name that the answers give to column `name`, one of ours or one that a function made."
         return self.shown.get(name) or (f"{name}_result" if name in self.back else name)
 
     def ours(self, name: str) -> str:
@@ -614,7 +614,7 @@ UNNAMED = AnswerNames()  # beside no column
 
 
 class AskedRow(NamedTuple):
-    """What a row of a table asks for. `given`: its settings and options of its conversation.
+    """The request of a row of a table. `given`: its settings and options of its conversation.
     `failure`: why it can't run.
 
     `cells`: all its columns, if these are copied beside the answer."""
@@ -650,8 +650,8 @@ def without_gaps(v: Any) -> Any:
 
 
 def setting_of(name: str, v: Any) -> Any:
-    """What cell `v` says of setting `name`: text in a CSV is read as JSON if it is that. Raises
-    `MissingCell`."""
+    """The value that cell `v` gives to setting `name`: text in a CSV is read as JSON if it is that.
+    Raises `MissingCell`."""
     if isinstance(v, str):
         strict = name in CHAT_OPTIONS and name not in LITERAL
         found = from_json(name, v, strict)
@@ -663,7 +663,7 @@ def setting_of(name: str, v: Any) -> Any:
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e02b
 @dataclass
 class Columns:
-    """What the columns `names` of the table `where` are for, and what each of its rows asks for.
+    """The uses of the columns `names` of the table `where`, and what each of its rows asks for.
     `text`: its cells are text. Raises `JobError`.
 
     `prompt_template`: makes the prompt of columns; else it is `prompt_column`, or `messages`.
@@ -733,7 +733,7 @@ class Columns:
 
     # Its rows
     def row(self, cells: dict[str, Any]) -> AskedRow:
-        "What the row with `cells` asks for."
+        "The request of the row with `cells`."
         kept = self.kept(cells) if self.keep else None
         if self.structs:
             cells = {k: without_gaps(cells[k]) for k in self.needed}
@@ -754,7 +754,7 @@ class Columns:
         return row._replace(prompt=prompt, messages=messages, given=given or None, system=system)
 
     def kept(self, cells: dict[str, Any]) -> dict[str, Any]:
-        "Those of `cells` that are copied beside the answer, as JSON has them."
+        "The `cells` that are copied beside the answer, as JSON has them."
         names = [n for n in self.names if n != "custom_id" or self.id_column != n]
         return {n: cells[n] or None if self.text else plain_json(cells[n]) for n in names}
 
@@ -785,7 +785,7 @@ encode_json = json.JSONEncoder(
 
 
 def kept_cells(d: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    "Those `keys` of object `d` that are its owner's, as JSON has them."
+    "The values of object `d` under `keys`, which are its owner's, as JSON has them."
     return {k: plain_json(v) for k, v in d.items() if k in keys}
 
 
@@ -795,7 +795,8 @@ def whole(v: Any) -> Any:
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e026-1
 def _text_of(message: dict[str, Any]) -> Any:
-    "What a table shows of a message: its text, or as JSON its text and the calls that it makes."
+    """The cell that a table shows for a message: its text, or as JSON its text and the calls that
+    it makes."""
     if not message.get("tool_calls"):
         return message["content"]
     return encode_json({k: message.get(k) for k in ("content", "tool_calls")})

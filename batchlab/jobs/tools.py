@@ -110,7 +110,7 @@ def _refusal(e: ValidationError) -> BadRequest:
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00020-1
 def _lacks(schema: dict[str, Any]) -> str:
-    "Why no grammar can hold arguments to `schema`, '' if one can."
+    "The reason why no grammar can hold arguments to `schema`, '' if one can."
     from batchlab.tasks.structured import check_wish  # imports torch: only if there are tools
 
     try:
@@ -204,7 +204,7 @@ def _checked(request: str) -> ToolChoice | None:
 def check_tools(
     tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None
 ) -> ToolChoice | None:
-    """What these three parameters of a request say, None if it lists no tools. Raises
+    """The choice that these three parameters of a request say, None if it lists no tools. Raises
     `BadRequest`, which names the field.
 
     `tool_choice`: 'none', 'auto' (which None stands for), 'required', one function, or
@@ -357,7 +357,7 @@ def _lark(text: str, f: ToolFormat) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    "What holds arguments to `schema`."
+    "The part of a grammar that holds arguments to `schema`."
     from batchlab.tasks.structured import check_schema
 
     found = check_schema(schema)
@@ -464,8 +464,9 @@ def tool_params(
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00059
 @functools.lru_cache(64)
 def _patterns(f: ToolFormat) -> tuple[str, str, str, str]:
-    """What may stand in an answer: a call where one may begin, another after it, the tail of a
-    call, the end of them all. The first two end with the bracket that opens the arguments."""
+    """The patterns of what may stand in an answer: a call where one may begin, another after it,
+    the tail of a call, the end of them all. The first two end with the bracket that opens the
+    arguments."""
     head, middle, tail = f.parts
     call = f"{_WS}(?P<name>[a-zA-Z0-9_-]{{1,128}}){_WS}{_layout(middle)}{_WS}\\{{"
     begin = re.escape(f.trigger) + _layout((f.first + head)[len(f.trigger) :])
@@ -482,7 +483,7 @@ Steps = Generator[None, None, bool]  # yields where only more text can say what 
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00068
 def _fault(schema: dict[str, Any], arguments: str) -> str:
-    "Why the whole `arguments` of a call are not valid under `schema`; '' if they are."
+    "The reason why the whole `arguments` of a call are not valid under `schema`; '' if they are."
     from batchlab.tasks.structured import Validity  # imports torch
 
     try:

@@ -21,7 +21,7 @@ __all__ = ['Answers', 'tokens_of', 'finished', 'collect']
 
 # %% ../../nbs/4_llm/llm_answers.ipynb #57514b95
 class Answers(Protocol):
-    "What answers prompts with a `loaded` model, in the steps of a `loop`."
+    "An object that answers prompts with a `loaded` model, in the steps of a `loop`."
 
     @property
     def loaded(self) -> LoadedModel: ...
@@ -39,7 +39,7 @@ class Answers(Protocol):
     def events(
         self, prompts: Sequence[ParsedPrompt], longest_first: bool = False
     ) -> Generator[StreamEvent]:
-        "What becomes of `prompts`, as it comes. Closing it cancels what is left."
+        "Yield the events of `prompts` as they come. Closing it cancels what is left."
         ...
 
 

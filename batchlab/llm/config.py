@@ -51,9 +51,9 @@ def model_and_tokenizer(
     device: str | torch.device | None,
     exact: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """What `LLM` was given, as `(model, tokenizer or None)`. `exact`: weights stay in the groups of
-    a file only where products have the bits of those by plain numbers. Raises `ModelError`,
-    `ParamError`."""
+    """The model and tokenizer that `LLM` was given, loaded: `(model, tokenizer or None)`. `exact`:
+    weights stay in the groups of a file only where products have the bits of those by plain
+    numbers. Raises `ModelError`, `ParamError`."""
     if isinstance(tokenizer, (str, os.PathLike)):
         tokenizer = load_tokenizer(find_model(tokenizer, weights=False))
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -122,7 +122,7 @@ def probe_model(
     switch: int | None = None,
     options: BackendOptions | None = None,
 ) -> tuple[list[KVShape] | None, bool | None, Backend]:
-    """How `model` can run: `(shapes, paddable, backend)`, the shapes of its KV or None if not
+    """The way `model` can run: `(shapes, paddable, backend)`, the shapes of its KV or None if not
     packed. Says so where it is slower.
 
     `paddable` is None where nobody needs to know. The backend, looked for with `options`, has
@@ -163,7 +163,7 @@ def probe_model(
 def probe_pooling(
     model: PreTrainedModel, options: BackendOptions | None = None
 ) -> tuple[list[KVShape] | None, bool, Backend]:
-    """How a `model` that writes no text can run: `(shapes or None, causal, backend)`. Says so
+    """The way a `model` that writes no text can run: `(shapes or None, causal, backend)`. Says so
     where it is slower.
 
     The shapes are None where it runs one text at a time; `causal`: whether a token sees only
@@ -209,8 +209,8 @@ def rope_switch(model: PreTrainedModel) -> int | None:
 
 
 def rope_side(session: Request, switch: int | None) -> str:
-    """Where `session` (or `Request`) stands to a `rope_switch`: 'below' it to the end, 'beyond'
-    it from the start, or 'across'."""
+    """The side of a `rope_switch` that `session` (or `Request`) is on: 'below' it to the end,
+    'beyond' it from the start, or 'across'."""
     if switch is None or len(session.prompt_ids) + session.max_tokens <= switch:
         return "below"
     return "beyond" if len(session.prompt_ids) > switch else "across"
@@ -219,7 +219,7 @@ def rope_side(session: Request, switch: int | None) -> str:
 def select_runner(
     r: Request, switch: int | None, shapes: Sequence[KVShape] | None, paddable: bool | None
 ) -> str:
-    """How request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's
+    """The way request `r` is to run: 'packed', 'padded', 'beyond' (padded, all past the rope's
     switch) or 'solo'.
 
     Padded batches give the logits of each row's last token and no more."""
@@ -263,8 +263,8 @@ def total_memory(device: torch.device) -> int:
 # %% ../../nbs/4_llm/config.ipynb #4957086c
 @dataclass(repr=False)
 class Limits:
-    """What an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its blocks
-    together, None without a cache."""
+    """The limits that an `LLM` holds itself to; `kv_tokens`: `kv_bytes` in tokens, of all its
+    blocks together, None without a cache."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -37,7 +37,7 @@ __all__ = ['log', 'Attach', 'AdapterRules', 'Engines']
 
 # %% ../../nbs/4_llm/engines.ipynb #dd51214a
 class AdapterRules(Protocol):
-    "What engines ask of adapters."
+    "The interface that engines ask of adapters."
 
     by_content: bool  # whether a request shares blocks with those of the same files, by any name
 
@@ -291,7 +291,7 @@ class Engines(dict[str, Engine]):
     # the prefix store
 
     def _facts(self) -> dict[str, Any] | None:
-        "What keys and values depend on by the model, if there is to be a store for them."
+        "The facts of the model that keys and values depend on, if there is to be a store for them."
         if self.loaded.settings.prefix_store is None:
             return None
         try:

@@ -21,10 +21,10 @@ from batchlab.errors import (
 )
 from ..models.lengths import check_length
 from batchlab.models import (
-    bad_message,
+    messages_error,
     encode,
     encode_chat,
-    half_character,
+    unicode_error,
     start_token_id,
     template_text,
 )
@@ -175,7 +175,7 @@ def parse_chat(prompt: object) -> dict[str, Any]:
             f"a conversation has unknown keys {', '.join(map(repr, bad))}: expected "
             f"{', '.join(sorted(CHAT_KEYS))}"
         )
-    if why := bad_message(d["messages"]):
+    if why := messages_error(d["messages"]):
         raise PromptError(
             why + (": llm.generate answers plain prompts" if isinstance(d["messages"], str) else "")
         )
@@ -206,8 +206,8 @@ _NO_VARIABLES = {*CHAT_KEYS} - {"enable_thinking", "reasoning_effort"} | {"token
 
 
 def _bad_option(options: dict[str, Any]) -> str | None:
-    """What is wrong with the first of `options` that is of another type than `encode_chat`
-    takes, or None."""
+    """The fault of the first of `options` that is of another type than `encode_chat` takes, or
+    None."""
     opens = not options.get("continue_final_message")
     said = dict(add_generation_prompt=opens, continue_final_message=False) | options
     own = options.get("chat_template_kwargs")
@@ -242,7 +242,7 @@ def split_settings(prompt: object) -> tuple[Any, dict[str, Any]]:
         raise ParamError(field="sampling_params", value=nested, want="a dict of settings")
     if twice := nested.keys() & own.keys():
         raise ParamError(
-            f"{min(twice)} stands in sampling_params and beside it: give one of them",
+            f"{min(twice)} is given twice, in sampling_params and outside it: remove one",
             field=min(twice),
         )
     own = nested | own
@@ -271,8 +271,8 @@ def check_forms(prompts: Sequence[Any], chat: bool) -> None:
 
 # %% ../../nbs/4_llm/inputs.ipynb #c789e061
 def chat_options(**options: Any) -> dict[str, Any]:
-    """Those of `options`, what `CHAT_KEYS` say of a call of `chat`, that say something, its
-    template as text. Raises `ParamError`."""
+    """The `options` of a call of `chat`, by `CHAT_KEYS`, that say something, its template as text.
+    Raises `ParamError`."""
     for k in options:
         if k not in CHAT_KEYS:
             raise ParamError(
@@ -430,8 +430,8 @@ def read_prompts(
     timeout: object = None,
     lora_request: object = None,
 ) -> list[ParsedPrompt]:
-    """What a call gives, one prompt or many, each with its `Settings`: the door of `LLM`, behind
-    which nothing is read again.
+    """The prompts that a call gives, one or many, each with its `Settings`: the door of `LLM`,
+    behind which nothing is read again.
 
     Raises `ParamError` for settings, and the first error if not one of `prompts` has the form of
     a prompt."""
@@ -457,8 +457,8 @@ def encode_text(
 
 
 def unreadable(text: str, error: Exception) -> str:
-    "Why the tokenizer refuses `text` with `error`."
-    return half_character(text) or f"the tokenizer refuses this text ({error})"
+    "The reason why the tokenizer refuses `text` with `error`."
+    return unicode_error(text) or f"the tokenizer refuses this text ({error})"
 
 # %% ../../nbs/4_llm/inputs.ipynb #4fbbda57
 def prompt_ids_of(
@@ -492,7 +492,8 @@ def encode_prompt(
     talk: dict[str, Any] | None = None,
     max_len: int | None = None,
 ) -> tuple[str | None, list[int]]:
-    "What `parse` made of a prompt, as `prompt_ids_of` gives it. Raises what that does."
+    """The text and ids of what `parse` made of a prompt, as `prompt_ids_of` gives them. Raises what
+    that does."""
     words: Any = tokenizer  # `encode` and `encode_chat` say so where there is none
     if talk is not None:
         ids = encode_chat(tokenizer, **talk, max_len=max_len)

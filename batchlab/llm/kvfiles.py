@@ -28,7 +28,8 @@ def _checksums(data: memoryview) -> bytes:
 
 
 def _space(n: int, size: int) -> tuple[int, int]:
-    "Where checksums and data begin in the file of a block of `n` tokens and `size` bytes."
+    """The offsets where checksums and data begin in the file of a block of `n` tokens and `size`
+    bytes."""
     sums = 32 + _HEAD.size + 8 * n
     return sums, -(-(sums + 4 * -(-size // _PIECE)) // 64) * 64
 
@@ -91,7 +92,8 @@ def remove_unfinished(root: Path) -> None:
 
 # %% ../../nbs/4_llm/kvfiles.ipynb #aae71517
 class World(NamedTuple):
-    "What a store has of one world: its folder, blocks, bytes, when one was last used, and notes."
+    """The record that a store has of one world: its folder, blocks, bytes, when one was last used,
+    and notes."""
 
     path: Path
     blocks: int
@@ -101,7 +103,7 @@ class World(NamedTuple):
 
 
 def worlds(root: Path) -> list[World]:
-    "What lies in store `root`, that which was used last first."
+    "The worlds in store `root`, the one used last first."
     found = []
     for folder in root.glob(_HEX):
         files = stored(folder, f"{_HEX}.kv")

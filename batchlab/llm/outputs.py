@@ -65,7 +65,7 @@ class CompletionOutput:
 
     @classmethod
     def of(cls, r: Request) -> CompletionOutput:
-        "What `r` has become."
+        "The answer that `r` has become."
         out = cls(r.index, token_ids=list(r.output_ids), finish_reason=r.finish_reason)
         if (task := _generation(r)) is not None:
             out.text, out.stop_reason = task.text.text, task.stop_reason
@@ -92,7 +92,7 @@ class CompletionOutput:
 # %% ../../nbs/4_llm/outputs.ipynb #6456f29d
 @dataclass(repr=False)
 class RequestOutput:
-    """What became of one prompt: its answers in `outputs`, or why there are none in `error`, one
+    """The result of one prompt: its answers in `outputs`, or why there are none in `error`, one
     line.
 
     `num_cached_tokens`: prompt tokens whose KV was there already. `prompt_logprobs`: if asked
@@ -126,8 +126,8 @@ class RequestOutput:
 
     @property
     def line(self) -> str:
-        """What became of it in a line: the beginnings of the prompt and of its first answer, or
-        the error."""
+        """The result in a line: the beginnings of the prompt and of its first answer, or the
+        error."""
         answer = self.outputs[0].line if self.outputs else "nothing yet"
         if self.error:
             answer = f"error: {short(self.error, 90)}"
@@ -161,7 +161,7 @@ def answer_row(out: RequestOutput, o: CompletionOutput) -> dict[str, Any]:
 
 # %% ../../nbs/4_llm/outputs.ipynb #9870b1d8
 class Verdict(Protocol):
-    "What `verify` found of answers: see `batchlab.tasks.verify.Report`."
+    "The findings of `verify` about answers: see `batchlab.tasks.verify.Report`."
 
     requests: int
     tokens: int
@@ -174,7 +174,7 @@ class Verdict(Protocol):
 
 
 class _Result(Protocol):
-    "What `Outputs` wants of what it holds."
+    "The interface that `Outputs` wants of what it holds."
 
     error: str | None
 
@@ -278,7 +278,8 @@ def _rows(results: Iterable[_Result]) -> list[tuple[int, dict[str, Any]]]:
 # %% ../../nbs/4_llm/outputs.ipynb #9724d57b
 @dataclass(repr=False)
 class StreamEvent:
-    """What a step gave one answer: `text` that it settled, `token_ids` new (none, one or several).
+    """The part that a step gave one answer: `text` that it settled, `token_ids` new (none, one or
+    several).
 
     `index`: the prompt's place in its call; `completion`: which of its `n` answers.
     `finish_reason` is set with the last event of an answer. The last event of a prompt is
@@ -318,7 +319,7 @@ def token_times(requests: Sequence[Request]) -> tuple[float | None, float | None
 
 # %% ../../nbs/4_llm/outputs.ipynb #3f6fd110
 def result_of(g: RequestGroup) -> RequestOutput:
-    "What became of prompt `g`."
+    "The result of prompt `g`."
     rs = g.requests
     outs = [CompletionOutput.of(r) for r in rs]
     return RequestOutput(
@@ -380,7 +381,7 @@ class RequestGroup:
             self.reason = "too_long"
 
     def result(self) -> Any:
-        "What became of it."
+        "The result of this prompt."
         return result_of(self)
 
     def metrics(self) -> dict[str, Any]:
@@ -438,8 +439,8 @@ class Score:
 # %% ../../nbs/4_llm/outputs.ipynb #a084aa91
 @dataclass(repr=False)
 class MemoryPlan:
-    """What a call would take, and whether the memory is enough. `longest`: prompt and answer of the longest request, tokens;
-    `refused`: errors by index.
+    """The memory that a call would take, and whether there is enough. `longest`: prompt and answer
+    of the longest request, tokens; `refused`: errors by index.
 
     `slots`: requests at once; `blocks` of `block_size` tokens: the most that they hold at once;
     `shared_tokens`: prompt tokens that are computed once for several requests, as far as that
@@ -500,7 +501,8 @@ class MemoryPlan:
 
 # %% ../../nbs/4_llm/outputs.ipynb #da6bd570
 def sum_lines(p: MemoryPlan) -> list[str]:
-    "What `p` adds up while it runs, and while the weights are loaded; the larger comes first."
+    """The lines of what `p` adds up while it runs, and while the weights are loaded; the larger
+    comes first."""
     parts = dict(weights=p.weights_bytes, KV=p.kv_bytes, adapters=p.adapters_bytes)
     parts |= dict(workspace=p.workspace_bytes, libraries=p.libraries_bytes)
     sizes = " + ".join(f"{name} {megabytes(n)}" for name, n in parts.items() if n)
@@ -540,7 +542,7 @@ def memory_lines(p: MemoryPlan, spell: Callable[[Option], str] = str) -> list[st
 
 # %% ../../nbs/4_llm/outputs.ipynb #027a7db9
 def store_lines(p: MemoryPlan) -> list[str]:
-    "What there is on disk of a prefix store, and how much it may hold; [] without one."
+    "The line of what there is on disk of a prefix store, and how much it may hold; [] without one."
     if not p.store_limit_bytes:
         return []
     most = p.store_limit_bytes * 15 // 16  # the rest is room for what is being written
@@ -575,7 +577,7 @@ def plan_lines(p: MemoryPlan, most: int) -> list[str]:
 # %% ../../nbs/4_llm/outputs.ipynb #f05bcb17
 @dataclass(repr=False)
 class Stats:
-    """What an `LLM` has done since it was made. Tokens are counted for finished requests,
+    """The work that an `LLM` has done since it was made. Tokens are counted for finished requests,
     positions for all steps.
 
     `requests`: how many ended for each reason. `cached_tokens`: prompt tokens not computed;
@@ -630,7 +632,7 @@ class Stats:
 
 # %% ../../nbs/4_llm/outputs.ipynb #31c19e36
 def _facts_of(s: Stats) -> dict[str, str]:
-    "What a `Stats` shows, by name."
+    "The texts that a `Stats` shows, by name."
     n, right = s.drafted_tokens, s.accepted_tokens
     each = ", ".join(f"{k} {good:,} of {all:,}" for k, (all, good) in s.drafts.items())
     text = f"{n:,} tokens, of which {right:,} were right" + f" ({each})" * bool(each)

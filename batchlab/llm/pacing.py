@@ -52,7 +52,8 @@ class Pace:
         self.prompts = 0  # positions of others in the last step, if a prompt was in it
 
     def allowance(self, others: bool) -> int:
-        "That of the next step. `others`: whether there are requests that are not preemptible."
+        """The number of positions that preemptible requests may have in the next step. `others`:
+        whether there are requests that are not preemptible."""
         if others and not self.others:
             self.since = self.every  # they have just come: the first steps are theirs alone
             self.owed = 0.0

@@ -23,7 +23,7 @@ __all__ = ['RESULTS', 'PoolingOutput', 'EmbeddingOutput', 'ClassificationOutput'
 # %% ../../nbs/4_llm/pooled.ipynb #poo00010
 @dataclass(eq=False, repr=False)
 class PoolingOutput:
-    "What `encode` gives: `data`, a fp32 tensor."
+    "The result of `encode`: `data`, a fp32 tensor."
 
     data: torch.Tensor
 
@@ -119,7 +119,7 @@ _Data = TypeVar("_Data", PoolingOutput, EmbeddingOutput, ClassificationOutput, S
 
 @dataclass(repr=False)
 class PoolingRequestOutput(Generic[_Data]):
-    """What became of one prompt: its `outputs`, or in `error`, one line, why there is nothing in
+    """The result of one prompt: its `outputs`, or in `error`, one line, why there is nothing in
     them.
 
     `num_cached_tokens`: prompt tokens that were not computed. `metrics`: `latency`, in seconds
@@ -153,7 +153,7 @@ class PoolingRequestOutput(Generic[_Data]):
 
     @property
     def line(self) -> str:
-        "What became of it in a line: the beginning of the prompt, and what came of it."
+        "The result in a line: the beginning of the prompt, and what came of it."
         came = f"error: {short(self.error, 90)}" if self.error else self.outputs.line
         return f"{asked(self.prompt, self.prompt_token_ids, 40)} → {came}"
 
@@ -201,7 +201,7 @@ class PoolingGroup(RequestGroup):
     pooling: PoolingParams = PoolingParams()
 
     def result(self) -> PoolingRequestOutput[Any]:
-        "What became of it."
+        "The result of this prompt."
         import torch
 
         r = self.requests[0] if self.requests else None

@@ -38,8 +38,8 @@ def _wholes(name: str, v: Any) -> tuple[int, ...]:
 # %% ../../nbs/4_llm/pooling_params.ipynb #poo00007-1
 @dataclass(frozen=True)
 class PoolingParams:
-    """What is wanted of a prompt's hidden states; vLLM's names. Every field is checked: raises
-    `ParamError`.
+    """The result that is wanted of a prompt's hidden states; vLLM's names. Every field is checked:
+    raises `ParamError`.
 
     `task`: one of `POOLING_TASKS`; None leaves it to the call. `use_activation`: whether a
     vector is made of length 1, and whether logits become probabilities; None as the model has

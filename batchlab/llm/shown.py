@@ -27,13 +27,13 @@ def brief(text: str, n: int) -> str:
 
 
 def asked(prompt: str | None, ids: Sequence[int] | None, n: int) -> str:
-    """What was asked, in a line: the beginning of `prompt` in at most `n` characters, or how
-    many token `ids`."""
+    """The prompt in a line: the beginning of `prompt` in at most `n` characters, or how many token
+    `ids`."""
     return f"{len(ids or []):,} token ids" if prompt is None else brief(prompt, n)
 
 # %% ../../nbs/4_llm/shown.ipynb #6abd9370
 def facts_text(x: object, facts: Mapping[str, str]) -> str:
-    "What `facts` `{name: text}` say of `x`, a line each after the name of its class."
+    "The text of `facts` `{name: text}` of `x`, a line each after the name of its class."
     wide = max(map(len, facts), default=0)
     return "\n".join(
         [type(x).__name__, *(f"  {name:<{wide}}  {text}" for name, text in facts.items())]

@@ -92,7 +92,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
 
 # %% ../../nbs/4_llm/store.ipynb #01395dc4
 def _place(x: torch.Tensor) -> list[int]:
-    "Where `x` lies, and how often it was written: torch does not count for tensors of inference mode."
+    """The addresses of `x`, and how often each was written: torch does not count for tensors of
+    inference mode."""
     kept = getattr(x, "stored", None)
     parts = [x] if kept is None else [getattr(kept, f.name) for f in fields(kept)]
     found = list[int]()
@@ -126,13 +127,13 @@ _KNOWN = "torch.", "transformers.", "batchlab."  # known by their versions, or b
 
 
 def _code(code: types.CodeType) -> str:
-    "What `code` does, the same in each process."
+    "The text of what `code` does, the same in each process."
     parts = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, parts))
 
 
 def _function(f: types.FunctionType) -> str:
-    "What function `f` does. Raises `Unavailable` if it depends on more than its code."
+    "The text of what function `f` does. Raises `Unavailable` if it depends on more than its code."
     if f.__closure__:
         raise Unavailable(f"{f.__qualname__} has a closure, and what is in it can't be known")
     return repr((f.__qualname__, _code(f.__code__), _words(f.__defaults__ or (), True)))
@@ -230,8 +231,8 @@ def own_code() -> str:
 
 # %% ../../nbs/4_llm/store.ipynb #9df62ab4
 def facts_of_model(model: PreTrainedModel) -> dict[str, Any]:
-    """What keys and values depend on, of a `model` as it was loaded: asked before a backend takes
-    its weights. Raises `Unavailable`."""
+    """The facts that keys and values depend on, of a `model` as it was loaded: asked before a
+    backend takes its weights. Raises `Unavailable`."""
     config = model.config.to_dict()
     for name in ("_name_or_path", "name_or_path"):
         config.pop(name, None)
@@ -256,7 +257,8 @@ def precision() -> list[Any]:
 
 
 def facts_of_machine(device: torch.device) -> dict[str, Any]:
-    "What bits depend on besides the model: versions, the processor or GPU, and settings of torch."
+    """The facts that bits depend on besides the model: versions, the processor or GPU, and settings
+    of torch."""
     cuda = device.type == "cuda"
     libraries = ("ONEDNN_", "DNNL_", "MKL_", "ATEN_", "CUBLAS_")
     return dict(
@@ -270,7 +272,8 @@ def facts_of_machine(device: torch.device) -> dict[str, Any]:
 
 
 def facts_of_backend(backend: Backend, quantization: str | None) -> dict[str, Any]:
-    "What they depend on by the `backend` that runs the model, and how its cache has them lie."
+    """The facts that keys and values depend on by the `backend` that runs the model, and how its
+    cache has them lie."""
     cache = backend.make_cache(1)
     kernels: Any = getattr(backend, "kernels", None)
     return dict(

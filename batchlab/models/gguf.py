@@ -113,8 +113,8 @@ class GGUFFile:
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What the metadata have for `key`, else `default`. A key that begins with a dot is one of
-        the architecture."""
+        """The value that the metadata have for `key`, else `default`. A key that begins with a dot
+        is one of the architecture."""
         key = self.arch + key if key.startswith(".") else key
         if key not in self.asked:
             field = self.fields.get(key)
@@ -327,7 +327,7 @@ class GroupedTensor(torch.Tensor):
 
     @property
     def raw(self) -> torch.Tensor:
-        "What the file has of its numbers."
+        "The bytes that the file has of its numbers."
         return self.stored.raw
 
     @property
@@ -373,7 +373,7 @@ def _pieces(w: GroupedTensor) -> Iterator[slice]:
 
 
 def _product(x: torch.Tensor, w: GroupedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    "What `linear` gives, without all numbers of `w` being there at once."
+    "The product that `linear` gives, without all numbers of `w` being there at once."
     if w.outline:
         return x.new_zeros(*x.shape[:-1], len(w))
     bias_at = lambda at: None if bias is None else bias[at]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # %% ../../nbs/3_models/gguf_model.ipynb #ggm00007
 @dataclass(frozen=True)
 class Architecture:
-    "What the files of an architecture are in transformers."
+    "The counterpart in transformers of the files of an architecture."
 
     model_type: str
     keys: str = ""  # its own, each as KEY=NAME
@@ -143,8 +143,8 @@ _FACTORS = dict(long_factor="rope_factors_long.weight", short_factor="rope_facto
 
 
 def _scaling(file: GGUFFile, base: float, dims: int) -> dict[str, Any]:
-    """How the file scales the rotation of `dims` dimensions, as parameters of transformers. Raises
-    `UnsupportedModelError`."""
+    """The parameters of transformers for how the file scales the rotation of `dims` dimensions.
+    Raises `UnsupportedModelError`."""
     get = lambda key: file.get(f".rope.scaling.{key}")
     factor = get("factor") or file.get(".rope.scale_linear") or 1.0
     kind, original = get("type") or "linear", get("original_context_length")
@@ -188,7 +188,8 @@ def _rotation(file: GGUFFile, arch: Architecture, size: int) -> dict[str, Any]:
 
 
 def _attention(file: GGUFFile, arch: Architecture, values: Mapping[str, Any]) -> dict[str, Any]:
-    "What else a configuration with these `values` says of attention. Raises `UnsupportedModelError`."
+    """The other fields of a configuration with these `values`, those of attention. Raises
+    `UnsupportedModelError`."""
     heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
     width, kv = values["hidden_size"] // heads, file.get(".attention.head_count_kv", heads)
     size = file.get(".attention.key_length", width)
@@ -270,7 +271,8 @@ class ModelTensors:
         return [name.replace("_down_", f"_{part}_") for part in ("gate", "up")]
 
     def order(self, name: str, rows: int) -> torch.Tensor | None:
-        "Which row of tensor `name` is each of these `rows`, int64 `[rows]`, or None: as in the file."
+        """The row of tensor `name` that each of these `rows` is, int64 `[rows]`, or None: as in the
+        file."""
         config = self.model.config
         heads = dict(attn_q=config.num_attention_heads, attn_k=config.num_key_value_heads)
         n = heads.get(name.split(".")[-2])
@@ -288,7 +290,7 @@ class ModelTensors:
         return x if order is None else x[order]
 
     def parameter(self, names: Sequence[str], module: nn.Module, grouped: bool) -> nn.Parameter:
-        "What a `module` has of the tensors `names`, in groups if it can and is to be."
+        "The parameter of `module` made of the tensors `names`, in groups if it can and is to be."
         from transformers.pytorch_utils import Conv1D
 
         tensor = self.file.tensor(names[0])

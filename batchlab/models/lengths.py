@@ -21,7 +21,7 @@ __all__ = ['SHORT', 'TextBounds', 'bounds_of', 'least_tokens', 'check_length', '
 # %% ../../nbs/3_models/lengths.ipynb #len00006
 @dataclass(frozen=True)
 class TextBounds:
-    """What is known of how a tokenizer of `size` tokens cuts a text.
+    """The facts known of how a tokenizer of `size` tokens cuts a text.
 
     `longest`: bytes of UTF-8 that one token stands for at most, or None. `lost`: bytes that none
     stands for. `forms`: of Unicode, into which a text is brought first. `bare`: whitespace may

@@ -242,7 +242,8 @@ def _auto_class(folder, config, architectures):
 
 # %% ../../nbs/3_models/load.ipynb #ca84564b-2
 def _part_of(folder):
-    "What to give instead of `folder` where it is a part of a model, such as `1_Pooling`."
+    """The advice to give the parent of `folder` where that is a part of a model, such as
+    `1_Pooling`."""
     whole = folder.parent
     return f", maybe its parent {whole}" if (whole / "config.json").exists() else ""
 
@@ -464,7 +465,8 @@ def keeps_groups(dtype: torch.dtype, device: str | torch.device, exact: bool = T
 
 
 def _packing(kind: int | None) -> str:
-    "What weights of a file of this type are packed as, such as 'Q4_1'; '' for plain numbers."
+    """The form in which weights of a file of this type are packed, such as 'Q4_1'; '' for plain
+    numbers."""
     from gguf import LlamaFileType
 
     known = {int(t): t.name.removeprefix("MOSTLY_") for t in LlamaFileType}

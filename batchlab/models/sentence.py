@@ -232,8 +232,8 @@ def _read_modules(folder, modules):
 
 # %% ../../nbs/3_models/sentence.ipynb #78961d3c-2
 def read_sentence_transformer(folder: str | Path) -> SentenceTransformerConfig | None:
-    """What sentence-transformers keeps in `folder` about embeddings; None if it keeps nothing,
-    or the folder is a CrossEncoder's.
+    """The settings of embeddings that sentence-transformers keeps in `folder`; None if it keeps
+    nothing, or the folder is a CrossEncoder's.
 
     Raises `UnsupportedModelError` with the name of what is not known, and `ModelError` for files
     that can't be read."""

@@ -20,7 +20,7 @@ from .messages import message_body, message_error
 from ..jobs.schema import ApiRequest, Parts, at_fault, choice_of, echoed
 from ..jobs.settings import BadRequest
 from ..jobs.schema import error_body, body_head, prompt_logprobs_of, text_logprobs, usage_of
-from ..jobs.responses import ResponseParts, ResponseRequest, renamed, response_head
+from ..jobs.responses import ResponseParts, ResponseRequest, response_error, response_head
 from ..jobs.responses import response_of
 from ..jobs.pooling import PoolingRequest, pooling_body
 from ..jobs.tools import ToolParser, parse_answer
@@ -60,7 +60,7 @@ def error_response(e: BadRequest, close: bool = False, path: str = "") -> Respon
 
 
 def logged(e: BadRequest) -> str:
-    "What the log says of `e`: its code, and its message without what that quotes of the request."
+    "The log's text about `e`: its code, and its message without what that quotes of the request."
     quoted = r"(?<!\w)'(\\.|[^'\\])*('|$)|\"(\\.|[^\"\\])*(\"|$)|\(.*\)"
     return f"{e.code}: {re.sub(quoted, '…', str(e)).partition(', got ')[0].partition('compiled: ')[0]:.150}"
 
@@ -83,8 +83,8 @@ def context_error(why: str, most: int | None, key: str | None) -> BadRequest:
 
 
 def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> BadRequest | None:
-    """Why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or None. `most`:
-    tokens that the model holds."""
+    """The error that says why `o`, a `RequestOutput` or `TextsOutput` of `asked`, is no answer, or
+    None. `most`: tokens that the model holds."""
     reason = o.outputs[0].finish_reason if o.outputs else o.finish_reason
     if reason == "too_long":
         return context_error(o.error, most, asked.key)
@@ -200,7 +200,7 @@ class ServedModel:
     async def in_queuer(
         self, work: Callable[[], Any], prompt: Any = None, key: str | None = None
     ) -> Any:
-        """What `work` gives in the thread that tokenises `prompt`, which `key` of the body has.
+        """The result of `work` in the thread that tokenises `prompt`, which `key` of the body has.
         Raises `BadRequest`."""
         try:
             return await asyncio.wrap_future(self.llm.queuer_for(prompt).submit(work))
@@ -245,7 +245,7 @@ class ServerLimits:
 
 # %% ../../nbs/7_serve/answers.ipynb #47e20917
 class Host(Protocol):
-    "What an answer needs of the endpoints that give it."
+    "The parts that an answer needs of the endpoints that give it."
 
     served: ServedModel
     limits: ServerLimits
@@ -349,7 +349,8 @@ class TextAnswer(Answer):
         return o.prompt_token_ids or [], each
 
     def shown(self, o: RequestOutput) -> tuple[RequestOutput, str]:
-        "What the client sees of `o`, and the text of its first token where it has no probability."
+        """The output that the client sees of `o`, and the text of its first token where it has no
+        probability."""
         a, decode = self.asked, self.api.served.decode
         if not a.echo:
             return o, ""
@@ -519,7 +520,7 @@ class WholeResponse(TextAnswer):
         return self.usage([out])
 
     async def _end(self, send: Send, e: BadRequest) -> None:
-        await super()._end(send, renamed(e))
+        await super()._end(send, response_error(e))
 
 # %% ../../nbs/7_serve/answers.ipynb #c0b6e0c1
 class StreamedResponse(StreamedAnswer):
@@ -546,7 +547,7 @@ class StreamedResponse(StreamedAnswer):
         return usage
 
     async def _end(self, send: Send, e: BadRequest) -> None:
-        e = renamed(e)
+        e = response_error(e)
         if not self.begun:
             return await refuse(e, self.scope, send)
         self.scope["said"] = logged(e)

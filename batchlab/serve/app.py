@@ -31,10 +31,10 @@ from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessag
 from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
 from .answers import context_error, json_response, logged, refuse, stopping
 from ..jobs.lines import json_object
-from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, about, as_messages
+from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, as_bad_request, as_messages
 from ..jobs.schema import parse_online
 from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
-from ..jobs.responses import read_response, renaming, roles_of
+from ..jobs.responses import read_response, as_response_error, roles_of
 from ..jobs.settings import B, BadRequest, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
@@ -86,8 +86,8 @@ SECONDS = [
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00031
 class Metrics:
-    """What `/metrics` says of `llm`, under the names that vLLM gives it. `add` is called with
-    each request that was answered."""
+    """The figures that `/metrics` shows of `llm`, under the names that vLLM gives them. `add` is
+    called with each request that was answered."""
 
     def __init__(self, llm: AsyncLLM, name: str) -> None:
         self.llm, self.name, self.registry = llm, name, CollectorRegistry()
@@ -159,7 +159,7 @@ _UNKNOWN = ToolFormat("", "", "")  # until a request has tools
 
 def parsed_body(body: dict[str, Any], model: type[B]) -> B:
     "`body` as a `model`. Raises `BadRequest`."
-    with about(body):
+    with as_bad_request(body):
         return read(model, body)
 
 
@@ -248,7 +248,7 @@ class Api:
     async def respond(self, wanted: ResponseAsked) -> Response:
         "The endpoint of responses."
         asked, runner = await request_for(wanted, self.responses), self.responses
-        with renaming():
+        with as_response_error():
             await self.ready(asked)
         if wanted.own.background and runner:
             return await self._queue(asked, runner)
@@ -266,7 +266,7 @@ class Api:
     async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
         "How many tokens the prompt of a response has."
         asked = await request_for(wanted, self.responses)
-        with renaming():
+        with as_response_error():
             await self.ready(asked)
         return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
 
@@ -334,7 +334,7 @@ class Api:
         return dict(prompt=await self.served.in_queuer(lambda: self.served.decode(ids)))
 
     async def tokenizer(self, request: Request) -> dict[str, Any]:
-        """What a client needs to know of the tokenizer beside /tokenize: its special tokens, and
+        """The facts of the tokenizer that a client needs beside /tokenize: its special tokens, and
         the chat template."""
         tok = self.llm.llm.tokenizer
         special = {k: getattr(tok, f"{k}_token", None) for k in ("bos", "eos", "pad", "unk")}
@@ -574,7 +574,8 @@ class AccessLog:
 def _endpoint(
     reader: Callable[..., Any] | None, act: Callable[..., Awaitable[Any]]
 ) -> Callable[[Request], Awaitable[Response]]:
-    "What answers a request by `act`, which gets what `reader` makes of the body, if there is one."
+    """The function that answers a request by `act`, which gets what `reader` makes of the body, if
+    there is one."""
 
     make = reader or (lambda body: body)
     read_body = lambda raw: make(json_object(raw))
@@ -890,7 +891,8 @@ class Server(uvicorn.Server):
             asyncio.ensure_future(self.api.llm.abort(request_id))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        "What uvicorn calls at a signal; this one does not raise it again when the server has ended."
+        """Let the server end at a signal; unlike uvicorn's own, this does not raise it again at the
+        end."""
         if self.should_exit:
             self.force_exit = True
             # of the tasks that end with it

@@ -20,8 +20,8 @@ from ..errors import EngineError, JobError, ParamError
 from ..jobs.formats import Raw
 from ..jobs.job import Job, LocalRun, Run, in_good_order
 from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
-from ..jobs.lines import JobLine, ParamsCache, failure_of, json_object
-from ..jobs.schema import URLS, about, endpoint_of, tokens_used
+from ..jobs.lines import JobLine, ParamsCache, failure_record, json_object
+from ..jobs.schema import URLS, as_bad_request, endpoint_of, tokens_used
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, read
 from ..jobs.runner import Admitted, LineRunner, ModelNames, name_of
@@ -38,7 +38,8 @@ __all__ = ['log', 'COMPLETION_WINDOW', 'disk_error', 'steady_time', 'BatchStore'
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22e028b
 def disk_error(e: OSError | sqlite3.Error) -> BadRequest:
-    "What `e`, that came while the server wrote, is to a client: 507 if the disk is full, else 503."
+    """The error that a client gets for `e`, which came while the server wrote: 507 if the disk is
+    full, else 503."""
     full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     if full or getattr(e, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         return BadRequest(
@@ -116,7 +117,7 @@ BATCH_TABLES = """pragma journal_mode=wal; pragma synchronous=full;
 
 @contextmanager
 def folder_errors(path: Path) -> Iterator[None]:
-    "What keeps a server from its folder `path`, as a `JobError`."
+    "Raise what keeps a server from its folder `path` as a `JobError`."
     try:
         yield
     except Timeout:
@@ -178,7 +179,7 @@ class BatchStore:
         return int(self.steady())
 
     def file(self, id: str, state: str = "") -> Path:
-        """Where the bytes of file `id` lie. `state`: '.part' while they come, '.gone' while they
+        """The path of the bytes of file `id`. `state`: '.part' while they come, '.gone' while they
         are removed."""
         return self.path / "files" / f"{id}.jsonl{state}"
 
@@ -199,7 +200,7 @@ class BatchStore:
             self.writing.release()
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        "What `sql` selects; inside `change` of what that has changed."
+        "The rows that `sql` selects; inside `change`, of what that has changed."
         if self.changing == threading.get_ident():
             return self.db.execute(sql, values).fetchall()
         with self.reading:
@@ -433,7 +434,7 @@ class Expiry(Body):
 
 
 class NewBatch(Body):
-    "What a client asks for; keys that are not here change nothing."
+    "A client's request for a batch; keys that are not here change nothing."
 
     model_config = ConfigDict(extra="ignore")
 
@@ -452,7 +453,7 @@ class NewBatch(Body):
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62-1
 def create_batch(store: BatchStore, body: dict[str, Any]) -> dict[str, Any]:
     "The new batch that `body` asks for. Raises `BadRequest`."
-    with about(body):
+    with as_bad_request(body):
         asked = read(NewBatch, body)
         if asked.endpoint not in URLS:
             raise ParamError(
@@ -481,7 +482,7 @@ def create_batch(store: BatchStore, body: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e64
 def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]:
-    """What is in files of answers, whose torn ends are cut off: how many answers and failures,
+    """The contents of files of answers, whose torn ends are cut off: how many answers and failures,
     the tokens as the API counts them, and how many failed because they came too late."""
     counts, sums, expired = [0, 0], Counter[str](), 0
     for path in paths:
@@ -546,7 +547,7 @@ def cancel_batch(store: BatchStore, id: str) -> dict[str, Any]:
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2st0008
 def answer_paths(store: BatchStore, id: str) -> tuple[Path, Path]:
-    "Where the answers and the failures of batch `id` are written."
+    "The files to which the answers and the failures of batch `id` are written."
     own = find(store, "batch", id, "own")
     return store.file(own["output"]), store.file(own["error"])
 
@@ -638,7 +639,7 @@ class ExpiredRun(Run):
             record = dict(
                 id=line.key, custom_id=line.ids.get("custom_id"), response=None, error=error
             )
-            self.settle(line, failure_of(line, *line.failure) if line.failure else record)
+            self.settle(line, failure_record(line, *line.failure) if line.failure else record)
             yield
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b20f13c3
@@ -676,7 +677,7 @@ class BatchJob(Job):
         )  # the folder may move
 
     def model_names(self, llm: Any) -> ModelNames:
-        "Which models its lines may ask for: no others, as online."
+        "The names of the models that its lines may ask for: no others, as online."
         found = ModelNames.of(llm, self.model_name, None)
         return replace(found, names=[*found.names, *self.others])
 
@@ -844,7 +845,7 @@ def validate(runner: BatchRunner, job: BatchJob) -> str:
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22a1013
 def why_ended(runner: BatchRunner, id: str) -> str | None:
-    "Why batch `id` is to end before its lines are done, or None."
+    "The reason why batch `id` is to end before its lines are done, or None."
     if runner.stopping:
         return "stop"
     batch = get_batch(runner.store, id)

@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ..errors import ParamError
-from ..jobs.schema import MESSAGE, STATUS, ApiRequest, about
+from ..jobs.schema import MESSAGE, STATUS, ApiRequest, as_bad_request
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, Whole, read, take
 from ..jobs.tools import ToolParser
@@ -335,7 +335,7 @@ def chat_choice_of(choice: Choice) -> dict[str, Any]:
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00028
 def thinking_wanted(asked: MessagesBody, own: dict[str, Any]) -> dict[str, Any]:
-    """What `thinking` and `output_config.effort` say to a chat; `own`: the request's
+    """The keys of a chat that `thinking` and `output_config.effort` stand for; `own`: the request's
     `chat_template_kwargs`, which come first."""
     found: dict[str, Any] = dict(reasoning_effort=asked.output_config.effort)
     if (thinking := asked.thinking) and thinking.type != "adaptive":
@@ -372,7 +372,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
 def chat_of_message(body: dict[str, Any]) -> dict[str, Any]:
     """The body of /v1/messages as that of /v1/chat/completions. Raises `BadRequest`, which names
     what is wrong by its place in `body`, and each thing that is not supported."""
-    with about(body):
+    with as_bad_request(body):
         return _chat_body(body)
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00031
@@ -493,7 +493,7 @@ def stop_of(out: RequestOutput, blocks: MessageBlocks, most: int | None) -> dict
 
 
 def message_head(name: str, model: str) -> dict[str, Any]:
-    "What a message begins with; `name`: makes its id."
+    "The beginning of a message; `name`: makes its id."
     return dict(id=f"msg_{name}", type="message", role="assistant", model=model)
 
 

@@ -66,7 +66,7 @@ class Lookout:
 
 # %% ../../nbs/7_serve/page.ipynb #pag00014
 def server_facts(api: Any) -> dict[str, Any]:
-    "What the server itself knows: `api` is that of `create_app`."
+    "The facts that the server itself knows; `api` is that of `create_app`."
     answers = list(api.llm.answers.values())
     return dict(
         model=api.served.name,

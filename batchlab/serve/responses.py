@@ -109,7 +109,7 @@ def earlier_items(store: BatchStore, id: str) -> list[dict[str, Any]]:
 
 # %% ../../nbs/7_serve/kept.ipynb #c6651855
 async def on_disk(act: Callable[[], _T]) -> _T:
-    "What `act`, which reads or writes the table, returns. Raises `BadRequest`."
+    "The result of `act`, which reads or writes the table. Raises `BadRequest`."
     try:
         return await asyncio.to_thread(act)
     except (OSError, sqlite3.Error) as e:
@@ -289,7 +289,7 @@ def delete_response(runner: ResponseRunner, id: str) -> dict[str, Any]:
 
 # %% ../../nbs/7_serve/kept.ipynb #ade210d0
 def waiting(store: BatchStore, numbers: list[int]) -> set[int]:
-    "Which of the rows `numbers` wait for their answers."
+    "The `numbers` of rows that wait for their answers."
     marks = ",".join("?" * len(numbers))
     sql = f"select number from responses where waits and number in ({marks})"
     return {number for (number,) in store.rows(sql, *numbers)}

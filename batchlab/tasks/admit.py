@@ -41,7 +41,7 @@ def keep_last(ids: list[int], params: SamplingParams, max_model_len: int | None)
 
 # %% ../../nbs/5_tasks/admit.ipynb #8ddd4fa8
 class AdaptedAnswers(Answers, Protocol):
-    "What answers prompts with a model that may have `adapters`."
+    "An object that answers prompts with a model that may have `adapters`."
 
     @property
     def adapters(self) -> Adapters | None: ...

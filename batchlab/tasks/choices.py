@@ -46,8 +46,8 @@ __all__ = ['split_choices', 'encode_choices', 'requests_for', 'asking', 'ChoiceS
 def split_choices(
     prompt_ids: Sequence[int], wholes: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
-    """What the token ids `wholes`, each of the prompt with a choice behind it, share with the
-    prompt, and what each has after that.
+    """The beginning that the token ids `wholes`, each of the prompt with a choice behind it, share
+    with the prompt, and the rest of each.
 
     Each keeps one token at least. `prompt_ids`: the prompt alone, encoded."""
     n = min(min(shared_length(prompt_ids, w), len(w) - 1) for w in wholes)
@@ -253,7 +253,7 @@ def choose(
     use_tqdm: Bar = None,
     lora_request: AdapterChoices = None,
 ) -> Outputs[ChoiceScores]:
-    """How likely each of `choices` is after each of `prompts`, one or a list (with `chat`,
+    """Score how likely each of `choices` is after each of `prompts`, one or a list (with `chat`,
     conversations): a `ChoiceScores` a prompt.
 
     `choices`: strings or lists of token ids, one list for all prompts, or a list of such lists,

@@ -124,7 +124,7 @@ _KEPT_BASE = (
 
 # %% ../../nbs/5_tasks/lora.ipynb #7d5cd056
 def _more_than_lora(d: dict[str, Any]) -> str | None:
-    "What a configuration asks for besides plain LoRA, or None."
+    "The text that says what a configuration asks for besides plain LoRA, or None."
     if (kind := str(d.get("peft_type")).upper()) != "LORA":
         return f"it is of PEFT type {kind}"
     if d.get("bias", "none") != "none":
@@ -186,7 +186,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 # %% ../../nbs/5_tasks/lora.ipynb #32bb0020-1
 @dataclass(frozen=True)
 class AdapterConfig:
-    "What `adapter_config.json` says of an adapter, as far as it matters here."
+    "The content of an adapter's `adapter_config.json`, as far as it matters here."
 
     rank: int
     alpha: float
@@ -201,8 +201,8 @@ class AdapterConfig:
         return cls(**_read_config(folder))
 
     def scale(self, module: str, rank: int) -> float:
-        """What the adapter's part in `module` is multiplied by. Raises `AdapterError` if its
-        `rank` is not as configured, or no number comes of it."""
+        """The factor by which the adapter's part in `module` is multiplied. Raises `AdapterError`
+        if its `rank` is not as configured, or no number comes of it."""
         try:
             if rank != (r := _of_pattern(self.ranks, module, self.rank)):
                 raise AdapterError(
@@ -293,8 +293,8 @@ def _halves(folder: Path) -> "dict[str, dict[str, torch.Tensor]]":
 def read_adapter(
     folder: Path, shapes: dict[str, tuple[int, int]], max_rank: int
 ) -> dict[str, LowRank]:
-    """What the adapter in `folder` adds to each linear layer of a model, by name. `shapes`: of
-    the model's linear layers, by name `(in, out)`.
+    """The `LowRank` that the adapter in `folder` adds to each linear layer of a model, by name.
+    `shapes`: of the model's linear layers, by name `(in, out)`.
 
     Its tensors are mapped from the file, and not read before they are used. Raises
     `AdapterError`: it can't be read, is more than plain LoRA, is for another model, or has a
@@ -342,7 +342,7 @@ def files_digest(folder: Path) -> bytes:
 
 # %% ../../nbs/5_tasks/lora.ipynb #76e3c976
 def signature_of(folder: Path) -> tuple:
-    "What changes when the files of an adapter are written anew."
+    "A signature that changes when the files of an adapter are written anew."
 
     def about(name: str) -> tuple | None:
         try:
@@ -572,8 +572,8 @@ class Adapters:
         return r.adapter in theirs or len(theirs) < self.max_loras
 
     def root_of(self, r: Request) -> bytes:
-        """What the KV of `r` depends on besides its tokens: the `Scheduler`'s rule. By the adapter's
-        content where KV outlives this process, else by its number, here."""
+        """The key of what the KV of `r` depends on besides its tokens: the `Scheduler`'s rule. By
+        the adapter's content where KV outlives this process, else by its number, here."""
         if not r.adapter:
             return root_of(r)
         content = self.contents.get(r.adapter)
@@ -740,7 +740,7 @@ def adapter_named(adapters: Adapters | None, name: str | None) -> str | None:
 
 
 def adapter_names(adapters: Adapters | None) -> list[str]:
-    "What `adapters` are called."
+    "The names of `adapters`."
     return [] if adapters is None else [*adapters.known]
 
 # %% ../../nbs/5_tasks/lora.ipynb #cce8c900

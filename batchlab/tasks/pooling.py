@@ -88,7 +88,7 @@ class _Given(nn.Module):
 
 @torch.inference_mode()
 def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-    """What the head of `model` makes of the last hidden states `[n, E]` of tokens `ids`:
+    """The logits that the head of `model` makes of the last hidden states `[n, E]` of tokens `ids`:
     `[labels]`, or `[n, labels]` where it classifies tokens.
 
     It is the model's own code, called for this one sequence, with its base replaced by what the
@@ -136,7 +136,8 @@ def check_head(model: PreTrainedModel) -> None:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00024
 def activation_for(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    "What makes probabilities of a classifier's logits, by what `config` says of its classes."
+    """The function that makes probabilities of a classifier's logits, by what `config` says of its
+    classes."""
     kind, n = getattr(config, "problem_type", None), config.num_labels
     if kind == "regression":
         return lambda x: x
@@ -157,7 +158,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #979d05d2
 def tasks_of(model: PreTrainedModel) -> tuple[str, ...]:
-    "Those of `POOLING_TASKS` that `model` has."
+    "The `POOLING_TASKS` that `model` has."
     if has_head(model, "TokenClassification"):
         return "token_classify", "token_embed"
     if not has_head(model, "SequenceClassification"):
@@ -170,7 +171,7 @@ def tasks_of(model: PreTrainedModel) -> tuple[str, ...]:
 def score_activation_for(
     model: PreTrainedModel, folder: str | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    "What makes a score of the logit of a cross-encoder, which its `folder` may say."
+    "The function that makes a score of the logit of a cross-encoder, which its `folder` may say."
     if has_head(model, "SequenceClassification"):
         if asked := cross_encoder_activation(folder, model.config):
             return ACTIVATIONS[asked]
@@ -183,8 +184,8 @@ _NAMES = dict(last="lasttoken", mean_sqrt_len="mean_sqrt_len_tokens")
 def pooling_of(
     folder: str | None, causal: bool, kind: str | None
 ) -> tuple[SentenceTransformerConfig, bool]:
-    """How vectors are made, and whether that is known from `folder`. `kind`: one of
-    `POOLING_TYPES`, to be taken instead. Raises `UnsupportedModelError`."""
+    """The configuration by which vectors are made, and whether it is known from `folder`. `kind`:
+    one of `POOLING_TYPES`, to be taken instead. Raises `UnsupportedModelError`."""
     found = read_sentence_transformer(folder) if folder else None
     st = found or SentenceTransformerConfig(
         ("lasttoken",) if causal else ("mean",), steps=(Normalize(),)
@@ -207,7 +208,7 @@ def num_types_of(model: PreTrainedModel) -> int:
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #emb00031
 class Pooler:
-    """What can be made of the hidden states of `model`, and how.
+    """The results that can be made of the hidden states of `model`, and how.
 
     `tasks`: of `POOLING_TASKS`, those it has. `how`: its pooling, `steps`: what follows it;
     `normalize`: whether vectors get length 1. As sentence-transformers' files in the model's
@@ -342,8 +343,8 @@ class Pooler:
 
     # What is made of states
     def __call__(self, p: PoolingParams, states: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
-        """What `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the last alone,
-        `[1, E]`; with `p.layers` `[n, L, E]`."""
+        """The result that `p` asks for, fp32, of the states `[n, E]` of tokens `ids`, or of the
+        last alone, `[1, E]`; with `p.layers` `[n, L, E]`."""
         if p.task == "token_embed":
             return self._states(p, states)
         if p.task in ("classify", "score", "token_classify") and self.activation is not None:
@@ -471,7 +472,7 @@ class Pooling(Task):
         return found
 
     def take(self, row: Row, states: torch.Tensor, layers: list[int]) -> RowOutput:
-        """What `row` comes to by its states, `[n, E]`, or `[n, L, E]` of `layers`: it is pooled,
+        """The output of `row` by its states, `[n, E]`, or `[n, L, E]` of `layers`: it is pooled,
         and ends, once they are whole."""
         request = row.request
         if row.start <= request.first_logits:
@@ -523,7 +524,7 @@ def encode_texts(
 
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #4b2961f2
 def too_many_tokens(limit: int) -> str:
-    "How the message of a text of more than `limit` tokens goes on."
+    "The end of the message about a text of more than `limit` tokens."
     return f"and the model takes {limit:,}: shorten it, or have it cut (truncate_prompt_tokens -1, on the command line --truncate)"
 
 
@@ -723,8 +724,8 @@ def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> Sco
 # %% ../../nbs/5_tasks/31_embeddings.ipynb #e7f546b6
 @dataclass(frozen=True)
 class PoolOptions:
-    """What a call for hidden states takes beside its prompts and parameters, see `LLM.embed`.
-    `tokenization`: vLLM's `tokenization_kwargs`; `raw`: tensors are wanted."""
+    """The options that a call for hidden states takes beside its prompts and parameters, see
+    `LLM.embed`. `tokenization`: vLLM's `tokenization_kwargs`; `raw`: tensors are wanted."""
 
     use_tqdm: Bar = None
     lora_request: AdapterChoices = None
@@ -736,8 +737,8 @@ class PoolOptions:
 def pool_prompts(
     llm: Answers, task: str, prompts: Prompts, pooling_params: PoolingEach, options: PoolOptions
 ) -> Outputs[Any]:
-    """What `task` makes of each of `prompts`. Raises `ModelError`, `ParamError` for what concerns
-    all of them."""
+    """The results of `task` for each of `prompts`. Raises `ModelError`, `ParamError` for what
+    concerns all of them."""
     asked: list[Any] = as_list(prompts, is_talk(prompts))
     adapters = options.lora_request
     if adapters is None and any(own := [getattr(p, "lora_request", None) for p in asked]):

@@ -165,14 +165,14 @@ INDEXED = (
 
 @dataclass(eq=False)
 class History:
-    "What is known of one request: its text, and how often drafts of it were right."
+    "The knowledge of one request: its text, and how often drafts of it were right."
 
     text: NgramTable
     rates: dict[str, Rate] = field(default_factory=dict)
     kind: str = ""  # of the drafts under way
 
     def rate(self, kind: str) -> Rate:
-        "What became of drafts of this `kind`."
+        "The `Rate` of drafts of this `kind`."
         return self.rates.setdefault(kind, Rate())
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #spec0034
@@ -189,7 +189,7 @@ class Guesses:
         self.counts: dict[str, Counter[str]] = {}  # by kind: how many drafted, and accepted
 
     def history(self, request: Request) -> History:
-        "That of `request`, up to its last token or as far as there is `room` in this step."
+        "The history of `request`, up to its last token or as far as there is `room` in this step."
         if request not in self.histories:
             self.histories[request] = History(NgramTable(self.n))
         known = self.histories[request]
@@ -200,7 +200,7 @@ class Guesses:
         return known
 
     def guess(self, request: Request, most: int) -> tuple[str, list[int]]:
-        "Where the guesses for `request` come from, and up to `most` of them."
+        "The source of the guesses for `request`, and up to `most` of them."
         assert isinstance(request.task, Generation)
         grammar, text = request.task.row.grammar, self.history(request).text
         guide = grammar if isinstance(grammar, DraftMask) else None
@@ -216,7 +216,7 @@ class Guesses:
         return kind, ids
 
     def end(self, request: Request) -> None:
-        "What `request` wrote may be written again: its text goes to the pool."
+        "Move the text of `request` to the pool, as it may be written again."
         self.pool.add(request.prompt_ids[-self.pool.n :] + request.output_ids)
         self.histories.pop(request, None)
 
@@ -291,7 +291,8 @@ def exact_tokens(loaded: LoadedModel) -> bool:
 
 
 def make_proposer(loaded: LoadedModel) -> Lookup | None:
-    "What drafts tokens for the model; None, said in a line, where they could change what it writes."
+    """The `Lookup` that drafts tokens for the model; None, said in a line, where they could change
+    what it writes."""
     if loaded.settings.speculation is None:
         return None
     if not loaded.can_generate:

@@ -353,8 +353,8 @@ def _short(kind: str, v: str) -> str:
 
 
 def grammar_text(s: StructuredOutputsParams) -> str:
-    """What the library compiles for `s`, unless that is a choice. Raises `ParamError`, and
-    whatever the library does."""
+    """The text of the grammar that the library compiles for `s`, unless that is a choice. Raises
+    `ParamError`, and whatever the library does."""
     from llguidance import LLMatcher, grammar_from
 
     of_json = s.kind in ("json", "json_object")
@@ -378,8 +378,8 @@ def grammar_text(s: StructuredOutputsParams) -> str:
 # %% ../../nbs/5_tasks/30_structured.ipynb #dde98f84
 @functools.cache
 def _limits() -> LLParserLimits:
-    """How large a grammar may be, and a step of it: for tens of thousands of alternatives, not
-    so large that a step takes a second."""
+    """The largest sizes of a grammar and of a step of it: for tens of thousands of alternatives,
+    not so large that a step takes a second."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -388,8 +388,8 @@ def _limits() -> LLParserLimits:
 
 
 def _blamed(schema: dict[str, Any], said: Callable[[str], str]) -> str:
-    """Where in `schema`, of which the library `said` a mistake, the smallest part stands of
-    which it says one."""
+    """The place in `schema`, of which the library `said` a mistake, of the smallest part of which
+    it says one."""
     own = {k: v for k, v in schema.items() if k in ("$defs", "definitions", "x-guidance")}
     part, where, tries = schema, "#", 300
     while True:
@@ -447,7 +447,7 @@ def _next_ids(matcher: LLMatcher) -> list[int]:
 
 
 def _fitting(begins: dict[int, bytes], text: bytes) -> set[int]:
-    "Those ids of `begins` that begin `text`, or begin with it."
+    "The ids in `begins` whose words begin `text`, or begin with it."
     return {i for i, w in begins.items() if w and (w.startswith(text) or text.startswith(w))}
 
 
@@ -463,7 +463,7 @@ def _first_of(words: LLTokenizer, begins: dict[int, bytes], text: bytes, ends: b
 
 
 def own_cuts(words: LLTokenizer, matcher: LLMatcher, ids: list[int]) -> list[int]:
-    """Those of `ids`, all that `matcher` lets come next, with which the tokenizer of `words`
+    """The subset of `ids`, all that `matcher` lets come next, with which the tokenizer of `words`
     begins one of the texts that may come.
 
     Where a text is not known far enough, each id that begins it stays: all that the grammar
@@ -633,7 +633,8 @@ class Grammars:
         return self._vocabulary[0]
 
     def _labels(self, texts: list[str]) -> LabelMask:
-        "What holds a row to one of `texts`. Raises `ParamError` for one that can't be written."
+        """The mask that holds a row to one of `texts`. Raises `ParamError` for one that can't be
+        written."""
         words, paths = self.vocabulary, []
         for text in texts:
             spelled = text.encode()
@@ -646,7 +647,7 @@ class Grammars:
         return LabelMask(paths, self.eos_ids)
 
     def _compile(self, kind: str, form: str, tight: bool) -> Callable[[], Grammar | LabelMask]:
-        "What makes a mask for one more row."
+        "A function that makes a mask for one more row."
         from llguidance import LLMatcher
 
         if kind == "choice":
@@ -673,7 +674,7 @@ class Grammars:
         return lambda: Grammar(self.vocabulary, matcher.deep_copy(), self.eos_ids, fault)
 
     def of(self, params: SamplingParams) -> Grammar | LabelMask:
-        "What holds a new row to `params.structured_outputs`. Raises `ParamError`."
+        "The mask that holds a new row to `params.structured_outputs`. Raises `ParamError`."
         s = params.structured_outputs
         assert s is not None and self.vocabulary is not None
         try:
@@ -693,6 +694,6 @@ def grammars_of(loaded: LoadedModel) -> Grammars:
 
 
 def grammar_for(loaded: LoadedModel, params: SamplingParams) -> Grammar | LabelMask | None:
-    """What holds a new row to `params.structured_outputs`, None if it asks for no form. Raises
-    `ParamError`."""
+    """The mask that holds a new row to `params.structured_outputs`, None if it asks for no form.
+    Raises `ParamError`."""
     return None if params.structured_outputs is None else loaded.derived(grammars_of).of(params)

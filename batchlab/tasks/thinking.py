@@ -72,8 +72,8 @@ Place = Literal["start", "thought", "answer"]
 def place_after(
     prompt_ids: Sequence[int], marks: Marks, turns: Collection[int], blank: Iterable[int] = ()
 ) -> Place:
-    """Where the token after `prompt_ids` stands: 'thought', 'answer', or 'start', where it may
-    open a thought. `turns`: tokens that begin or end a turn; `blank`: tokens of whitespace."""
+    """The place of the token after `prompt_ids`: 'thought', 'answer', or 'start', where it may open
+    a thought. `turns`: tokens that begin or end a turn; `blank`: tokens of whitespace."""
     blank, bare = {*blank}, True
     for i in reversed(prompt_ids):
         if i == marks.open:
@@ -127,7 +127,8 @@ class ThoughtMask:
         return getattr(self.grammar, "why", "")
 
     def thought_of(self, output_ids: list[int]) -> tuple[int, int | None]:
-        "Where the thought and the answer begin in `output_ids`; None for an answer to come."
+        """The places where the thought and the answer begin in `output_ids`; None for an answer to
+        come."""
         opened = self.place == "start" and output_ids[:1] == [self.marks.open]
         if self.place == "answer" or self.place == "start" and not opened:
             return 0, 0
@@ -178,7 +179,7 @@ class Thinking:
     def mask(
         self, params: SamplingParams, grammar: TokenMask | None, eos_ids: Collection[int]
     ) -> TokenMask | None:
-        "What stands for `grammar` in a row of `params`; None where nothing is to be held."
+        "The mask that stands for `grammar` in a row of `params`; None where nothing is to be held."
         if grammar is None and params.thinking_token_budget is None:
             return None
         return ThoughtMask(self.marks, self.place, params.thinking_token_budget, grammar, eos_ids)
@@ -199,13 +200,13 @@ def thinking_of(loaded: LoadedModel, prompt_ids: Sequence[int]) -> Thinking | No
 def mask_for(
     loaded: LoadedModel, params: SamplingParams, thinking: Thinking | None
 ) -> TokenMask | None:
-    "What holds a row to `params`, in the thought and in the answer. Raises `ParamError`."
+    "The mask that holds a row to `params`, in the thought and in the answer. Raises `ParamError`."
     grammar = grammar_for(loaded, params)
     return grammar if thinking is None else thinking.mask(params, grammar, loaded.eos_ids)
 
 
 def aside_of(thinking: Thinking | None) -> Thought | None:
-    "What tells the thought of one answer, None if there is none."
+    "The `Thought` that tells the thought of one answer, None if there is none."
     return None if thinking is None else Thought(thinking.marks, thinking.place)
 
 

@@ -92,7 +92,7 @@ def could_draw(
 def gap_to(
     logits: torch.Tensor, row: SamplingRow, token: int, want: int | None, u: float = 0.0
 ) -> float:
-    """How far two of `logits` `[V]` must be off against each other for `row` to take `token`;
+    """The least error of two of `logits` `[V]` against each other with which `row` takes `token`;
     alone it takes `want`.
 
     Greedy: the logit of `want` minus that of `token`, penalties and bans applied. Sampled: if
@@ -150,8 +150,8 @@ def shaken(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
 # %% ../../nbs/5_tasks/16_verify.ipynb #849b6570
 @dataclass
 class Alone:
-    """What a request would have given alone: the `logits` `[n, V]` of the `replay` of `n`
-    `output_ids`, and how exact they are.
+    """A request as it would run alone: the `logits` `[n, V]` of the `replay` of `n` `output_ids`,
+    and how exact they are.
 
     `measure`: a function of logits that gives a number for each position, `[n]`."""
 
@@ -389,7 +389,7 @@ def _count(n: int, what: str) -> str:
 
 @dataclass(repr=False)
 class Report:
-    """What `verify` found; `ok` if no bug.
+    """The findings of `verify`; `ok` if no bug.
 
     `total`: outputs given, `requests`: those run again, `tokens`: in their answers.
     `divergences`: each `Divergence`, those of an answer by index. `skipped`: `(request_id, why)`
@@ -420,7 +420,7 @@ class Report:
 
     @property
     def firsts(self) -> list[Divergence]:
-        "Where each answer first differs, and its first bug; bugs in front."
+        "The first near-tie and the first bug of each answer; bugs in front."
         found: dict[tuple[str, int, str], Divergence] = {}
         for d in self.divergences:
             found.setdefault((d.request_id, d.completion, d.kind), d)
@@ -428,7 +428,7 @@ class Report:
 
     @property
     def headline(self) -> str:
-        "What was found, in a line."
+        "The findings in a line."
         found = "all equal" if self.tokens else "nothing to compare"
         if self.divergences:
             ties = len(self.divergences) - len(self.bugs)
@@ -464,7 +464,7 @@ UNSEEDED = "it was sampled without a seed: with one, its tokens can be drawn aga
 
 # %% ../../nbs/5_tasks/16_verify.ipynb #32ffe13a
 def why_not_compared(out: RequestOutput) -> str | None:
-    "Why there is nothing to compare in `out`, or None."
+    "The reason why there is nothing to compare in `out`, or None."
     if out.error:
         return f"it failed: {out.error}"
     if not any(c.token_ids for c in out.outputs):

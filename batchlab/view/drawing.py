@@ -101,7 +101,7 @@ class Picture:
 
 # %% ../../nbs/8_view/drawing.ipynb #0fd0796a
 def inner(high: float) -> float:
-    """How high the boxes of a row of `high` pixels are: a gap below them, where there is room
+    """The height of the boxes of a row of `high` pixels, with a gap below them where there is room
     for one."""
     return high - (high >= 4)
 
@@ -196,7 +196,7 @@ class Canvas:
         self.y += high
 
     def picture(self, title: str, desc: str) -> Picture:
-        "What is on the canvas, down to `y`."
+        "The picture of the canvas, down to `y`."
         kinds = sorted(self.under, key=lambda kind: kind != "idle")
         under = [
             f'<path class="bl-{kind}" fill="{COLOURS[kind][0]}" d="{"".join(self.under[kind])}"/>'

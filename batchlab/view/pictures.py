@@ -60,7 +60,7 @@ def named_traces(traces: _Traces) -> dict[str, Trace]:
 
 
 def unit_of(by: str) -> str:
-    "What an axis of `by` counts. Raises `TraceError`."
+    "The unit that an axis of `by` counts. Raises `TraceError`."
     if by not in ("steps", "time"):
         raise TraceError(f"by={by!r} is unknown: choose 'steps' or 'time'")
     return "steps" if by == "steps" else "seconds"
@@ -91,7 +91,7 @@ def share_idle(lanes: Lanes) -> float:
 
 # %% ../../nbs/8_view/pictures.ipynb #bcd5b471
 def edges(trace: Trace, by: str = "steps") -> list[float]:
-    """Where each step begins, and where the last one ends: in steps, or in seconds since the
+    """The beginnings of all steps, and the end of the last one: in steps, or in seconds since the
     recording began."""
     steps = trace.steps
     if by == "steps":
@@ -226,8 +226,8 @@ def draw_packed_row(c: Canvas, rows: Sequence[TraceRow], left: float) -> None:
 
 
 def draw_seen(c: Canvas, row: TraceRow, x: float, unit: float, high: float) -> None:
-    """What a row sees, at `c.y`: from `x` on, `unit` pixels each, keys of its earlier positions,
-    and those of its `n` tokens, as stairs."""
+    """Draw what a row sees, at `c.y`: from `x` on, `unit` pixels each, keys of its earlier
+    positions, and those of its `n` tokens, as stairs."""
     n = min(row.n, 64)  # more stairs look like a line
     w = max(1, row.n * unit)  # never too thin to see
     new = x + row.end * unit - w

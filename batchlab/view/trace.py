@@ -77,8 +77,8 @@ def request_text(r: Request) -> str:
 
 
 def facts_of(r: Request, text: bool) -> dict:
-    """What the trace keeps of request `r` itself, as in the file; with its tokens and text,
-    packed, if `text`."""
+    """The facts that the trace keeps of request `r` itself, as in the file; with its tokens and
+    text, packed, if `text`."""
     group = r.group  # read once: another thread may just be taking it away
     facts = dict(
         id=r.request_id,
@@ -376,7 +376,8 @@ class StepLog:
 
 # %% ../../nbs/8_view/trace.ipynb #654d990e
 def about_run(llm: Any) -> dict:
-    "What ran, as in the file: model, strategy, limits of an `LLM`; of anything else None."
+    """The facts of what ran, as in the file: model, strategy, limits of an `LLM`; of anything else
+    None."""
     if not hasattr(llm, "limits"):
         return dict.fromkeys(("model", "strategy", "backend", "device", "dtype")) | dict(limits={})
     model, names = llm.model, ("max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token")
@@ -400,7 +401,7 @@ def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
 
 # %% ../../nbs/8_view/trace.ipynb #21bb52ef
 class Watched(Protocol):
-    "What tells its `watchers` of each part of a step: an `LLM`, or an `Engine`."
+    "An object that tells its `watchers` of each part of a step: an `LLM`, or an `Engine`."
 
     watchers: list[Callable[..., None]]
 
@@ -540,8 +541,8 @@ class WatchedAnswers(Watched, Answers, Protocol):
 
 
 def snapshot(llm: Answers) -> dict[str, Any]:
-    """What the engines of `llm` have in slots, queues and blocks, and the sums of all requests
-    that ended. For who holds the loop's `mutex`."""
+    """The contents of the slots, queues and blocks of the engines of `llm`, and the sums of all
+    requests that ended. For who holds the loop's `mutex`."""
     loop, limits, backend = llm.loop, llm.loaded.limits, llm.loaded.backend
     schedulers, slots, first = [e.scheduler for e in loop.engines.values()], [], 0
     for s in schedulers:

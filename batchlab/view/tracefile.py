@@ -92,7 +92,7 @@ def check_trace(data: Any, name: str = "this") -> dict:
 
 
 def read_trace(path: str | os.PathLike) -> dict:
-    "What the file of a trace holds. Raises `TraceError`."
+    "The content of the file of a trace. Raises `TraceError`."
     name = Path(path).name
     try:
         return check_trace(json.loads(Path(path).read_text(encoding="utf-8")), name)
@@ -104,8 +104,8 @@ def read_trace(path: str | os.PathLike) -> dict:
 # %% ../../nbs/8_view/tracefile.ipynb #2cde52e8
 @dataclass(slots=True)
 class SlotRun:
-    """What a slot did from step `first` to `end` (excluded; by their places in the trace), for a
-    `request` or for nobody.
+    """One state of a slot, from step `first` to `end` (excluded; by their places in the trace), for
+    a `request` or for nobody.
 
     `kind`: 'prefill', 'decode', 'again' (computed before), 'held' (no share of these steps),
     'blocked' (empty, while a request waits) or 'idle'. `tokens`: how many went through the
@@ -140,7 +140,7 @@ def step_end(step: dict) -> float:
 
 # %% ../../nbs/8_view/tracefile.ipynb #c38686ed
 def slot_runs(steps: Sequence[dict]) -> dict[tuple[str, int], list[SlotRun]]:
-    "What each slot did in the `steps` of a trace: `{(engine, slot): [Run, …]}`."
+    "The runs of each slot in the `steps` of a trace: `{(engine, slot): [Run, …]}`."
     lanes: defaultdict[tuple[str, int], list[SlotRun]] = defaultdict(list)
     newest: dict[str, dict] = {}  # step of each engine
     owner: dict[tuple[str, int], int] = {}
@@ -279,8 +279,8 @@ def trace_frame(data: dict, what: str = "steps") -> pandas.DataFrame:
 
 # %% ../../nbs/8_view/tracefile.ipynb #8d81be3c
 class Trace:
-    """What happened in a run: `data` is what its file holds; `header`, `totals`, `steps` and
-    `requests` are parts of it.
+    """A record of a run: `data` is what its file holds; `header`, `totals`, `steps` and `requests`
+    are parts of it.
 
     `steps`: a dict each, with `rows` as lists of the numbers in `ROW`. `requests`: a dict each.
     Times in seconds since the recording began. `tokens`: `{id: text}` of all ids in it.
@@ -354,7 +354,7 @@ class Trace:
 
 # %% ../../nbs/8_view/tracefile.ipynb #52b3a50b
 class Recorded(Protocol):
-    "What has a trace as its `recorder`, or None: an `LLM`."
+    "An object that has a trace as its `recorder`, or None: an `LLM`."
 
     @property
     def recorder(self) -> Trace | None: ...

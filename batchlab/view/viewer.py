@@ -26,7 +26,7 @@ def embedded_json(data: object) -> str:
 
 # %% ../../nbs/8_view/viewer.ipynb #b13f535d
 def letters(step: dict, batch: Container[int] = ()) -> str:
-    """What each slot does in a trace's `step`: a letter for each, up to the last that does
+    """The work of each slot in a trace's `step`: a letter for each, up to the last that does
     anything. `batch`: the numbers of requests that belong to one."""
     cells = ["h" if n else "." for n in step["held"]]
     new = {number: cached for number, _, cached in step["admitted"]}
@@ -88,7 +88,7 @@ def page_html(title: str = "batchlab", head: str = "", kind: str = "", data: str
 
 # %% ../../nbs/8_view/viewer.ipynb #ed39b8b3
 def trace_data(trace: Trace | dict | str | os.PathLike) -> dict[str, Any]:
-    """What a `Trace`, its `data`, the file of that name, or an `LLM` that recorded one holds.
+    """The data of a `Trace`, its `data`, the file of that name, or an `LLM` that recorded one.
     Raises `TraceError` if it is none, or has no steps."""
     data = trace if isinstance(trace, dict) else trace_of(trace).data
     if not data["steps"]:

@@ -87,7 +87,7 @@ def quietly() -> Iterator[None]:
 
 # %% ../../nbs/8_view/widgets.ipynb #cfec5480
 def this_cell() -> tuple[str | None, int | None]:
-    """What tells the running cell from others, and this run of it from earlier ones:
+    """The marks that tell the running cell from others, and this run of it from earlier ones:
     `(cell, run)`; None, None if unknown."""
     shell: Any = get_ipython()
     if shell is None:
@@ -180,7 +180,8 @@ class WidgetBox(PanelWidgets):
 # %% ../../nbs/8_view/widgets.ipynb #39c69b28
 @dataclass
 class WatchedRequest:
-    "What is known of a request: its text so far, `state` 'waiting', 'running' or why it ended."
+    """A request as far as it is known: its text so far, `state` 'waiting', 'running' or why it
+    ended."""
 
     request_id: str
     prompt: str
@@ -278,8 +279,8 @@ def request_html(i: int, r: WatchedRequest, most: int = 600) -> str:
 
 
 def watch_line(watch: Watch, paused: bool) -> str:
-    """What is going on, as HTML: how many requests run, wait and are done, tokens, and tokens
-    per second."""
+    """The line on what is going on, as HTML: how many requests run, wait and are done, tokens, and
+    tokens per second."""
     states = Counter("done" if r.done else r.state for r in watch.requests)
     state = "done" if watch.done else "paused" if paused else "running"
     counts = ", ".join(f"{states[k]} {k}" for k in ("running", "waiting", "done"))
