@@ -425,9 +425,9 @@ def parse_line(
     error becomes the `failure` of the line.
 
     `form`: 'batch' for lines of the Batch API; 'plain' for plain lines, rows and objects with
-    their owner's keys. The other arguments are for these. `chat`: a prompt becomes a user's message. `system`: a
-    system message put before each chat. `embed`: prompts are texts to embed, and what is asked
-    for each. `columns`: how to read objects with their owner's keys, as rows of a table are."""
+    their owner's keys. The other arguments are for these. `chat`: a prompt becomes a user's
+    message. `system`: a system message put before each chat. `embed`: prompts are texts to embed,
+    and what is asked for each. `columns`: how objects with their owner's keys become rows."""
     line = JobLine(
         number,
         digest_of(raw),
