@@ -30,7 +30,7 @@ from batchlab.fast.native import (
 )
 from batchlab.fast.packed import PackedLinear
 from batchlab.core.backend import AttentionParams
-from batchlab.core.batch import pack_rows, places
+from batchlab.core.batch import pack_rows, cache_indices
 from batchlab.errors import CompileError, ModelError
 from batchlab.models.fetch import find_model
 from batchlab.models.load import cache_dir
@@ -232,7 +232,7 @@ def cache_for(rows, KV, D, Dv, dtype, size=64, seed=0):
     for t in cache.keys + cache.values:
         t.fill_(torch.nan)
     at = torch.tensor(
-        sorted({p for t, n in zip(tables, batch.seq_lens) for p in places(t, 0, n, size)})
+        sorted({p for t, n in zip(tables, batch.seq_lens) for p in cache_indices(t, 0, n, size)})
     )
     k, v = (drawn(len(at), KV, d, dtype=dtype, seed=seed + d) for d in (D, Dv))
     cache.write(0, k, v, at)

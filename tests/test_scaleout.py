@@ -81,7 +81,7 @@ class PlayedRun(RayRun):
 
 def played(line):
     if line.options.get("top_p") == 7:
-        return scaleout.failure_of(line, "invalid_request", "top_p")
+        return scaleout.failure_record(line, "invalid_request", "top_p")
     body = dict(text=line.prompt, usage={})
     return dict(id=line.key, **line.ids, response=dict(status_code=200, body=body), error=None)
 

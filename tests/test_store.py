@@ -514,10 +514,10 @@ def test_room_is_made_for_more_than_one_file_and_only_what_went_counts(tmp_path,
 def test_blocks_that_are_loaded_count_as_used_though_no_row_has_them():
     cache = KVCache([(1, 4, 4)], 8, block_size=2)
     batch = SimpleNamespace(block_table=[[0]], loads=[(None, 5)])
-    cache.use(batch)
+    cache.count_used(batch)
     assert cache.num_used == 6
     with pytest.raises(MemoryError):
-        cache.use(SimpleNamespace(block_table=[], loads=[(None, 8)]))
+        cache.count_used(SimpleNamespace(block_table=[], loads=[(None, 8)]))
 
 
 def test_a_full_disk_costs_a_line_and_no_answer(model, tmp_path, monkeypatch, caplog):

@@ -26,7 +26,7 @@ from ..jobs.progress import JobResult
 from ..jobs.journal import Ledgerbook, Outbox, has_records, journal_of, sort_records
 from ..llm.pooling_params import PoolingParams
 from ..llm.outputs import StreamEvent
-from ..jobs.lines import JobLine, failure_of, parse_line
+from ..jobs.lines import JobLine, failure_record, parse_line
 from ..jobs.pooling import PoolingRequest
 from ..jobs.schema import tokens_used
 from ..jobs.settings import is_setting
@@ -466,7 +466,7 @@ class RayRun(Run):
         if not line.failure:
             self.left[line.number] = line
             return line
-        self.settle(line, failure_of(line, *line.failure))
+        self.settle(line, failure_record(line, *line.failure))
 
     def results(
         self, portions: Iterable[list[JobLine]], at_once: int, times: int
@@ -523,7 +523,7 @@ class RayRun(Run):
         yield from self.answers(([line] for line in again), 1, 1)
         for line in self.left.values():
             why = "each worker died that had this request, at last alone"
-            self.settle(line, failure_of(line, "server_error", why))
+            self.settle(line, failure_record(line, "server_error", why))
         if job.ordered and job.output:
             self.flush()
             for path in has_records(journal_of(job.output), job.error_file):

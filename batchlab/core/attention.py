@@ -18,7 +18,7 @@ from .backend import AttentionParams, AttentionStep
 from .batch import Batch
 from ..errors import EngineError
 from .packing import Packed, ints
-from .cache import KVCache, KVShape, is_run
+from .cache import KVCache, KVShape, is_consecutive
 
 # %% auto #0
 __all__ = ['packed_attention', 'attention_override', 'encoder_inputs', 'span_mask', 'both_ways', 'PackedStep', 'TorchBackend']
@@ -329,7 +329,7 @@ def decode_groups(batch: Batch, block_size: int, device: torch.device) -> list[D
     tables, lengths, found = batch.block_table, batch.seq_lens, []
     classes: dict[tuple[int, int], list[int]] = {}
     for r, table in enumerate(tables[: batch.num_decode]):
-        alone = len(table) * block_size >= LONG and is_run(table)
+        alone = len(table) * block_size >= LONG and is_consecutive(table)
         classes.setdefault((len(table).bit_length(), r if alone else -1), []).append(r)
     for some in classes.values():
         width = max(len(tables[r]) for r in some)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['Batch', 'places', 'pack_rows', 'make_batch']
+__all__ = ['Batch', 'cache_indices', 'pack_rows', 'make_batch']
 
 # %% ../../nbs/2_core/batch.ipynb #abc7086c
 from collections.abc import Sequence
@@ -78,9 +78,9 @@ class Batch:
         return next((i for i, x in enumerate(n) if x > 1), len(n))
 
 # %% ../../nbs/2_core/batch.ipynb #a1fd867d
-def places(table: Sequence[int], start: int, n: int, block_size: int) -> list[int]:
-    """The places in the cache of positions `start` to `start + n` (excluded) of a sequence with
-    that block table."""
+def cache_indices(table: Sequence[int], start: int, n: int, block_size: int) -> list[int]:
+    """The cache indices of positions `start` to `start + n` (excluded) of a sequence with the
+    block table `table`."""
     if n == 1:
         return [table[start // block_size] * block_size + start % block_size]
     found: list[int] = []
@@ -111,7 +111,7 @@ def pack_rows(
     at = [end - 1 for end in cu[1:]] if logits_at is None else list(logits_at)
     mapping = (
         chain.from_iterable(
-            places(t, s, n, block_size) for t, (_, s), n in zip(tables, rows, lengths)
+            cache_indices(t, s, n, block_size) for t, (_, s), n in zip(tables, rows, lengths)
         )
         if block_size
         else ()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVShape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_run', 'KVCache']
+__all__ = ['KVShape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_consecutive', 'KVCache']
 
 # %% ../../nbs/2_core/10_slots.ipynb #42a2e48d
 import contextlib, mmap, sys
@@ -27,7 +27,8 @@ def kv_shapes(model: PreTrainedModel) -> list[KVShape]:
     """For each layer of `model` that keeps keys and values:
     `(kv_heads, key head_dim, value head_dim)`.
 
-    Seen by running one token, since configs name these differently and not always rightly."""
+    Exact: found by running one token, since configs name these differently and not always
+    rightly. Before the model is loaded, `kv_bytes_per_token` estimates from its config."""
     cache = DynamicCache()
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
@@ -36,12 +37,11 @@ def kv_shapes(model: PreTrainedModel) -> list[KVShape]:
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> int:
-    """Bytes of KV cache that one token of one sequence takes over all layers.
+    """Bytes of KV cache that one token of one sequence takes over all layers: an estimate from
+    the transformers `config`, for before the model is loaded. After that, `kv_shapes` is exact.
 
     `2 · layers · kv_heads · head_dim · bytes per number`; a sliding-window layer is counted as
-    if it kept everything. `config` is a transformers config; `dtype` defaults to the one it was
-    loaded in.
-    """
+    if it kept everything. `dtype` defaults to the one that the config states, else fp32."""
     c: Any = config.get_text_config()
     kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -51,40 +51,43 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = Non
 
 # %% ../../nbs/2_core/10_slots.ipynb #fe9a559f
 def reserve(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose memory is taken page by page as it is first written, and given back when it
-    is dropped.
+    """An uninitialised tensor of `shape` that takes memory only where it is written: the system
+    maps a page of it (often 4 KiB) at the first write to this page, and takes all back when the
+    tensor is dropped.
 
-    On a CPU, where the system maps memory like that; elsewhere an ordinary tensor. Raises
-    `OSError` or `MemoryError` where not even the addresses can be had."""
+    An ordinary `torch.empty` on other devices than a CPU, and where the system can't map memory
+    like that. Raises `OSError` or `MemoryError` if so many addresses can't be reserved."""
     n = dtype.itemsize
     for s in shape:
         n *= s
     if device.type != "cpu" or not n or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(*shape, dtype=dtype, device=device)
-    lazily = (
-        getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
-    )  # else a process that forks would be refused
+    # MAP_NORESERVE: Linux does not count the pages as taken before they are written, which
+    # would refuse the map or a later fork. Python before 3.13 lacks its name.
+    lazily = getattr(mmap, "MAP_NORESERVE", 0x4000) if sys.platform == "linux" else 0
     pages = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # 2 MB at a time would be more than asked for
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_NOHUGEPAGE)  # refused where the system has no such pages
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # a huge page takes 2 MiB for the first byte written
+        with contextlib.suppress(OSError):  # raised by a system without huge pages
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 # %% ../../nbs/2_core/10_slots.ipynb #a55db733
-def is_run(blocks: Sequence[int]) -> bool:
-    "Whether `blocks`, of which there is at least one, are neighbours in ascending order."
+def is_consecutive(blocks: Sequence[int]) -> bool:
+    "Whether `blocks`, at least one, are numbers in a row, such as 4, 5, 6."
     return list(blocks) == list(range(blocks[0], blocks[0] + len(blocks)))
 
 # %% ../../nbs/2_core/10_slots.ipynb #a74868d4
 class KVCache:
-    """Keys and values of all blocks, written in place. Tensors only: who holds which block,
-    `BlockPool` knows.
+    """Keys and values of all blocks, written in place. Tensors only: `BlockPool` records which
+    request holds which block.
 
-    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]`; cache index p of a
-    batch's `slot_mapping` is `[p // block_size, p % block_size]`. `shapes`: one for each layer.
-    The addresses of `num_blocks` blocks are reserved (half as many, as often as needed, where
-    those can't be had); only blocks that were used take memory, `nbytes`. A subclass may have
-    another layout: `key_shape` and `value_shape` of a block."""
+    `keys[layer]`, `values[layer]`: `[num_blocks, block_size, kv_heads, head_dim]` in `dtype`;
+    cache index p, as in a batch's `slot_mapping`, is at `[p // block_size, p % block_size]`.
+    `shapes`: one for each layer. Addresses are reserved for `num_blocks` blocks. If so many can't
+    be reserved, their number is halved until it works: read `num_blocks` afterwards. Only blocks
+    that were used take memory, `nbytes`. `num_used`: the highest number of a used block, plus
+    one. A subclass with another layout of a block overrides `key_shape` and `value_shape`.
+    Raises what `reserve` does if not even one block can be reserved."""
 
     def __init__(
         self,
@@ -116,26 +119,29 @@ class KVCache:
         return keys, [make(self.value_shape(heads, dim)) for heads, _, dim in self.shapes]
 
     def key_shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        "Shape of the keys of one block in one layer."
         return self.block_size, heads, dim
 
     def value_shape(self, heads: int, dim: int) -> tuple[int, ...]:
+        "Shape of the values of one block in one layer."
         return self.block_size, heads, dim
 
     @property
     def block_bytes(self) -> int:
+        "Bytes of one block: its keys and values in all layers."
         return self.block_size * self.dtype.itemsize * sum(h * (k + v) for h, k, v in self.shapes)
 
     @property
     def nbytes(self) -> int:
-        "Bytes of the blocks that were used so far."
+        "Bytes of memory that the blocks take which were used so far."
         return self.num_used * self.block_bytes
 
     # A step
 
     def prepare(self, batch: Batch) -> None:
-        """Before a step: zeros in the blocks that it begins, of which attention reads more than
-        is written; then its copies."""
-        self.use(batch)
+        """Get the cache ready for a step: zero each block that `batch` begins, since attention
+        reads whole blocks, then carry out `batch.copies`. Raises `MemoryError` as `count_used`."""
+        self.count_used(batch)
         begun = [p // self.block_size for p in batch.slot_mapping if p % self.block_size == 0]
         if begun:
             at = torch.tensor(begun, device=self.device)
@@ -144,8 +150,9 @@ class KVCache:
         for source, target, n in batch.copies:
             self.copy(source, target, n)
 
-    def use(self, batch: Batch) -> None:
-        "Note which blocks `batch` touches. Raises `MemoryError` if the cache has no such block."
+    def count_used(self, batch: Batch) -> None:
+        """Raise `num_used` to cover the highest block number in `batch`. Raises `MemoryError` if
+        the cache has no such block."""
         tables = [*batch.block_table, [block for _, block in batch.loads]]
         top = max(map(max, filter(None, tables)), default=-1)
         if top >= self.num_blocks:
@@ -157,22 +164,22 @@ class KVCache:
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Put `key` and `value` `[T, kv_heads, head_dim]` of T tokens into their places, int64
-        `[T]`."""
+        """Write `key` and `value`, `[T, kv_heads, head_dim]`, of T tokens at the cache indices
+        `slot_mapping`, an int64 tensor `[T]`."""
         self.keys[layer].flatten(0, 1)[slot_mapping] = key
         self.values[layer].flatten(0, 1)[slot_mapping] = value
 
     def read(
         self, layer: int, blocks: Sequence[int] | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `blocks`, one behind the other, each
+        """`(keys, values)` of the n `blocks`, one after the other, each
         `[n * block_size, kv_heads, head_dim]`.
 
-        Views, if `blocks` is a list of neighbours; else copies. `blocks` as a tensor: int64
-        `[n]`."""
+        Views if `blocks` is a list of consecutive numbers, else copies. As a tensor, `blocks` is
+        int64 `[n]`."""
         keys, values = self.keys[layer], self.values[layer]
         if not isinstance(blocks, torch.Tensor):
-            if is_run(blocks):
+            if is_consecutive(blocks):
                 at = slice(blocks[0], blocks[-1] + 1)
                 return keys[at].flatten(0, 1), values[at].flatten(0, 1)
             blocks = torch.tensor(blocks, device=self.device)
@@ -182,20 +189,22 @@ class KVCache:
     # Blocks
 
     def copy(self, source: int, target: int, n: int | None = None) -> None:
-        """Copy a block, in all layers; of its first `n` tokens, with zeros behind them: what else
-        is there may be NaN."""
+        """Copy block `source` to block `target` in all layers. With `n`, only its first `n`
+        tokens: the rest becomes zero, as it may hold NaN."""
         for t in self.keys + self.values:
             t[target] = t[source]
             if n is not None:
                 t[target, n:] = 0
 
     def block_data(self, block: int) -> torch.Tensor:
-        "The bytes of a block, all keys and then all values: a copy, uint8 `[block_bytes]`."
+        """The bytes of a block, the keys of all layers and then the values: a copy on the CPU,
+        uint8 `[block_bytes]`."""
         parts = [t[block].reshape(-1).view(torch.uint8) for t in self.keys + self.values]
         return torch.cat(parts).cpu()
 
     def put_block(self, block: int, data: torch.Tensor) -> None:
-        "Put what `block_data` gave of a cache of the same shapes and layout into a block."
+        """Fill a block with `data`, uint8 `[block_bytes]`, which `block_data` gave of a cache of
+        the same shapes, dtype and layout."""
         at = 0
         for t in self.keys + self.values:
             place = t[block]

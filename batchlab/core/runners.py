@@ -72,7 +72,7 @@ class PackedRunner:
         if self.cache is None:
             self.cache = self.backend.make_cache(self.num_blocks)
         if batch.loads:
-            self.cache.use(batch)
+            self.cache.count_used(batch)
             for found, block in batch.loads:
                 self.cache.put_block(block, found.data)
         out = self.backend.execute(self.cache, batch)

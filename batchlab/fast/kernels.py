@@ -45,7 +45,7 @@ from batchlab.fast.native import (
     limit_threads,
     pack_weight,
 )
-from ..core.batch import Batch, pack_rows, places
+from ..core.batch import Batch, pack_rows, cache_indices
 from ..errors import CompileError
 from ..core.packing import ints
 from ..core.cache import KVCache, KVShape
@@ -78,7 +78,7 @@ class TiledCache(KVCache):
         return heads, self.block_size // self.e, dim, self.e
 
     def prepare(self, batch: Batch) -> None:
-        self.use(batch)
+        self.count_used(batch)
         for source, target, _ in batch.copies:
             self.copy(source, target)
 
@@ -88,7 +88,7 @@ class TiledCache(KVCache):
             self.clear(layer, torch.arange(n or 0, self.block_size) + target * self.block_size)
 
     def clear(self, layer: int, slot_mapping: torch.Tensor) -> None:
-        "Zeros in these places, int64 `[T]`."
+        "Write zeros at the cache indices `slot_mapping`, int64 `[T]`."
         heads, *dims = self.shapes[layer]
         k, v = (torch.zeros(len(slot_mapping), heads, dim, dtype=self.dtype) for dim in dims)
         self.write(layer, k, v, slot_mapping)
@@ -422,13 +422,13 @@ class KernelStep(PackedStep):
 
     @functools.cached_property
     def ends(self) -> torch.Tensor:
-        """The places behind each row's last token: torch reads whole blocks, and multiplies what
-        it masks."""
+        """The cache indices behind each row's last token, int64: torch reads whole blocks, and
+        multiplies what it masks."""
         b, size = self.batch, self.cache.block_size
         return ints(
             p
             for t, n in zip(b.block_table, b.seq_lens)
-            for p in places(t, n, len(t) * size - n, size)
+            for p in cache_indices(t, n, len(t) * size - n, size)
         )
 
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

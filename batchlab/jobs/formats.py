@@ -69,7 +69,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def finite(text: str) -> float | str:
+def float_or_text(text: str) -> float | str:
     "The JSON number `text`, or where no float is as large the text itself."
     return v if math.isfinite(v := float(text)) else text
 
@@ -82,7 +82,7 @@ def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
         yield from read_lines(f, LONGEST_LINE)
     else:
         try:
-            items = json.load(f, object_pairs_hook=unique_keys, parse_float=finite)
+            items = json.load(f, object_pairs_hook=unique_keys, parse_float=float_or_text)
         except (ValueError, RecursionError) as e:
             raise JobError(
                 f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from ..errors import Fault
-from .schema import about
+from .schema import as_bad_request
 from .settings import BadRequest
 from .settings import Body, Whole, read
 from ..llm.pooled import PoolingGroup, PoolingRequestOutput
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a check of a file needs no torch
 __all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'MANY', 'Ids', 'Inputs', 'Texts', 'FLAG', 'Empty', 'BODIES', 'POOLING_KINDS', 'TASK_OF',
            'PAIRS', 'PoolingRequest', 'PoolBody', 'ClassifyBody', 'VectorBody', 'EmbedBody', 'PoolingBody', 'ScoreBody',
            'RerankBody', 'pairs_of', 'params_of', 'parse_pooling', 'TextsOutput', 'TextsGroup', 'admit_texts',
-           'encoded', 'check_finite', 'texts_usage', 'pooling_body']
+           'vector_json', 'check_finite', 'texts_usage', 'pooling_body']
 
 # %% ../../nbs/6_jobs/pooling.ipynb #a4149b82
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -220,7 +220,7 @@ def params_of(body: PoolBody, kind: str) -> PoolingParams:
 def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
     """The `PoolingRequest` of the body of a request of `kind`. Raises `BadRequest`, which names
     the key at fault if it is one."""
-    with about(body):
+    with as_bad_request(body):
         given = read(BODIES[kind], body)
         params = params_of(given, kind)
     asked = PoolingRequest(
@@ -337,7 +337,7 @@ def admit_texts(
 _IDS = dict(embed="embd", classify="classify", pooling="pool", score="score", rerank="rerank")
 
 
-def encoded(data: torch.Tensor, encoding: str = "float") -> Any:
+def vector_json(data: torch.Tensor, encoding: str = "float") -> Any:
     "A tensor as JSON has it: lists of numbers, or the bytes of little-endian fp32 in base64."
     if encoding == "float":
         return data.tolist()
@@ -406,7 +406,7 @@ def pooling_body(asked: PoolingRequest, out: TextsOutput, name: str, model: str)
     else:
         key, object = ("embedding", "embedding") if asked.kind == "embed" else ("data", "pooling")
         data = [
-            dict(object=object, index=i) | {key: encoded(p.outputs.data, asked.encoding)}
+            dict(object=object, index=i) | {key: vector_json(p.outputs.data, asked.encoding)}
             for i, p in enumerate(out.parts)
         ]
     return head | dict(object="list", created=int(time.time()), model=model, data=data, usage=usage)

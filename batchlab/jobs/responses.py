@@ -17,7 +17,7 @@ from ..core.params import SamplingParams
 from ..errors import ParamError
 from .schema import STATUS, ApiRequest, ChoiceParts
 from .settings import BadRequest
-from .schema import about, parse_online, usage_of
+from .schema import as_bad_request, parse_online, usage_of
 from .settings import Body, Whole, read, take
 from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
 
@@ -28,8 +28,8 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 # %% auto #0
 __all__ = ['CHAT_NAMES', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of', 'ResponseAsked', 'read_response',
-           'chat_body', 'renamed', 'renaming', 'ResponseRequest', 'request_of', 'format_shown', 'response_head',
-           'response_usage', 'ResponseParts', 'response_of']
+           'chat_body', 'response_error', 'as_response_error', 'ResponseRequest', 'request_of', 'format_shown',
+           'response_head', 'response_usage', 'ResponseParts', 'response_of']
 
 # %% ../../nbs/6_jobs/responses.ipynb #25226e78
 class ResponseForm(Body):
@@ -368,7 +368,7 @@ class ResponseAsked:
 
 def read_response(body: dict[str, Any]) -> ResponseAsked:
     "The `ResponseAsked` of a `body`. Raises `BadRequest`, which names the key at fault."
-    with about(body):
+    with as_bad_request(body):
         for k, what in INSTEAD_OF_FIELDS.items():
             if body.get(k) is not None:
                 raise ParamError(f"{k} is not supported at /v1/responses: {what}", field=k)
@@ -412,7 +412,7 @@ CHAT_NAMES = dict(
 )
 
 
-def renamed(e: BadRequest) -> BadRequest:
+def response_error(e: BadRequest) -> BadRequest:
     "`e`, which is about a chat, as it is about a response."
     text = str(e)
     for k in ("response_format", "max_completion_tokens"):
@@ -421,12 +421,12 @@ def renamed(e: BadRequest) -> BadRequest:
 
 
 @contextmanager
-def renaming() -> Iterator[None]:
-    "A `BadRequest` inside is `renamed`."
+def as_response_error() -> Iterator[None]:
+    "A `BadRequest` about a chat becomes one about a response."
     try:
         yield
     except BadRequest as e:
-        raise renamed(e) from None
+        raise response_error(e) from None
 
 # %% ../../nbs/6_jobs/responses.ipynb #3673acda
 @dataclass
@@ -447,9 +447,9 @@ def request_of(
     wanted: ResponseAsked, earlier: Sequence[dict[str, Any]] = (), kept: bool = False
 ) -> ResponseRequest:
     "The request that `wanted` is, behind the items `earlier`. Raises `BadRequest`."
-    with about({}):
+    with as_bad_request({}):
         body = chat_body(wanted, earlier)
-    with renaming():
+    with as_response_error():
         rest = dict(body)
         tools = take_tools(rest)
         asked = vars(parse_online(rest, "chat"))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BatchlabError, JobError, ModelError
 from ..tasks.lora import adapter_named, adapter_names
 from .fields import JobFields
-from .lines import JobLine, ParamsCache, Postprocess, answer_of, failure_of
+from .lines import JobLine, ParamsCache, Postprocess, answer_record, failure_record
 from .settings import BadRequest
 from .pooling import TextsOutput
 from .responses import fit_roles
@@ -126,12 +126,14 @@ def record_of(
         model = out.lora_request.lora_name
     if not out.error and reason in ("stop", "length"):
         try:
-            return answer_of(line, out, model, postprocess)
+            return answer_record(line, out, model, postprocess)
         except BadRequest as e:
-            return failure_of(line, e.code, str(e))
+            return failure_record(line, e.code, str(e))
     if reason == "timeout":
-        return failure_of(line, "timeout", f"not done after {timeout:g} seconds")
-    return failure_of(line, "server_error", out.error or f"ended as {reason}") if again else None
+        return failure_record(line, "timeout", f"not done after {timeout:g} seconds")
+    return (
+        failure_record(line, "server_error", out.error or f"ended as {reason}") if again else None
+    )
 
 # %% ../../nbs/6_jobs/runner.ipynb #91b0aa15
 class Remarks:
@@ -238,7 +240,7 @@ class LineRunner:
         group = None if line.failure else admit()
         self.first = self.first and not group
         if line.failure:
-            self.settle(line, failure_of(line, *line.failure))
+            self.settle(line, failure_record(line, *line.failure))
         return group and (line, group)
 
     def submit(self, items: list[Admitted]) -> None:

@@ -49,7 +49,7 @@ def at_fault(field: str, body: dict[str, Any], own: str | None) -> str | None:
 
 
 @contextmanager
-def about(body: dict[str, Any]) -> Iterator[None]:
+def as_bad_request(body: dict[str, Any]) -> Iterator[None]:
     "A `ParamError` becomes a `BadRequest` about the key of `body` that is at fault."
     try:
         yield
@@ -62,7 +62,7 @@ def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
     """The sampling parameters in dict `given`, by whatever names, as a dict for
     `SamplingParams`. `chat`: log probabilities are asked for as in the chat endpoint. Raises
     `BadRequest` for each that can't be honoured."""
-    with about(given):
+    with as_bad_request(given):
         return settings_of(given, chat)
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000031
@@ -605,7 +605,7 @@ def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     """The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises
     `BadRequest`, which names the key at fault if it is one."""
-    with about(body):
+    with as_bad_request(body):
         return _parse_online(body, kind)
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl00008

@@ -29,7 +29,13 @@ from batchlab.llm.config import (
 )
 from .settings import LIMITS, LLMSettings
 from ..machine import trim_heap
-from ..models import check_template, eos_token_ids, hush, max_model_len, with_template
+from batchlab.models import (
+    check_template,
+    eos_token_ids,
+    silence_length_warning,
+    max_model_len,
+    with_template,
+)
 from ..models.fetch import short_name
 
 # %% auto #0
@@ -74,7 +80,7 @@ class LoadedModel:
         self._model, own_tokenizer = self._load(settings.tokenizer)
         self.tokenizer = with_template(own_tokenizer, template)
         if self.tokenizer is not None and self.tokenizer is not settings.tokenizer:
-            hush(self.tokenizer)  # no object of the caller's
+            silence_length_warning(self.tokenizer)  # no object of the caller's
         self.loading_bytes = loading_peak(self._model) if self.own else 0
         self.shapes: list[KVShape] | None = None
         self.paddable: bool | None = None

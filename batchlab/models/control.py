@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'PartlyOurs', 'own_thought', 'Controls', 'controls_of',
+__all__ = ['log', 'THOUGHTS', 'THOUGHT_MARKERS', 'Put', 'Stain', 'PartlyOurs', 'trust_thought', 'Controls', 'controls_of',
            'stain_of', 'stained', 'written_apart', 'holds_control', 'check_no_control', 'ids_apart']
 
 # %% ../../nbs/3_models/control.ipynb #ctl00008
@@ -136,9 +136,10 @@ def _stained(x: Any, put: Put, named: bool = False) -> Any:
     return [_stained(v, put) for v in x] if isinstance(x, (list, tuple)) else x
 
 
-def own_thought(content: Any, goes_on: bool = False) -> Any:
-    """`content` of an answer, in which the marks of a thought that it begins with are ours;
-    `goes_on`: also that of a thought which is not over."""
+def trust_thought(content: Any, goes_on: bool = False) -> Any:
+    """The `content` of an answer, with the marks of a thought that it begins with trusted: they
+    may spell control tokens, as in `PartlyOurs`. `goes_on`: also the mark of a thought that is
+    not over."""
     if not isinstance(content, str):
         return content
     (text, ours), *rest = content.parts if isinstance(content, PartlyOurs) else [(content, False)]
@@ -301,7 +302,7 @@ def stained(controls: Controls, stain: Stain, given: Any, thoughts: bool) -> dic
             return _stained(m, put)
         if thoughts:
             return _stained(m, _around_thoughts(put))
-        return _stained({k: own_thought(v) if k == "content" else v for k, v in m.items()}, put)
+        return _stained({k: trust_thought(v) if k == "content" else v for k, v in m.items()}, put)
 
     messages = [message(m) for m in given["messages"]]
     return out | dict(messages=messages)

@@ -20,7 +20,7 @@ from .messages import message_body, message_error
 from ..jobs.schema import ApiRequest, Parts, at_fault, choice_of, echoed
 from ..jobs.settings import BadRequest
 from ..jobs.schema import error_body, body_head, prompt_logprobs_of, text_logprobs, usage_of
-from ..jobs.responses import ResponseParts, ResponseRequest, renamed, response_head
+from ..jobs.responses import ResponseParts, ResponseRequest, response_error, response_head
 from ..jobs.responses import response_of
 from ..jobs.pooling import PoolingRequest, pooling_body
 from ..jobs.tools import ToolParser, parse_answer
@@ -520,7 +520,7 @@ class WholeResponse(TextAnswer):
         return self.usage([out])
 
     async def _end(self, send: Send, e: BadRequest) -> None:
-        await super()._end(send, renamed(e))
+        await super()._end(send, response_error(e))
 
 # %% ../../nbs/7_serve/answers.ipynb #c0b6e0c1
 class StreamedResponse(StreamedAnswer):
@@ -547,7 +547,7 @@ class StreamedResponse(StreamedAnswer):
         return usage
 
     async def _end(self, send: Send, e: BadRequest) -> None:
-        e = renamed(e)
+        e = response_error(e)
         if not self.begun:
             return await refuse(e, self.scope, send)
         self.scope["said"] = logged(e)

@@ -31,10 +31,10 @@ from .answers import MessageAnswer, PooledAnswer, StreamedAnswer, StreamedMessag
 from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
 from .answers import context_error, json_response, logged, refuse, stopping
 from ..jobs.lines import json_object
-from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, about, as_messages
+from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, as_bad_request, as_messages
 from ..jobs.schema import parse_online
 from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
-from ..jobs.responses import read_response, renaming, roles_of
+from ..jobs.responses import read_response, as_response_error, roles_of
 from ..jobs.settings import B, BadRequest, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
@@ -159,7 +159,7 @@ _UNKNOWN = ToolFormat("", "", "")  # until a request has tools
 
 def parsed_body(body: dict[str, Any], model: type[B]) -> B:
     "`body` as a `model`. Raises `BadRequest`."
-    with about(body):
+    with as_bad_request(body):
         return read(model, body)
 
 
@@ -248,7 +248,7 @@ class Api:
     async def respond(self, wanted: ResponseAsked) -> Response:
         "The endpoint of responses."
         asked, runner = await request_for(wanted, self.responses), self.responses
-        with renaming():
+        with as_response_error():
             await self.ready(asked)
         if wanted.own.background and runner:
             return await self._queue(asked, runner)
@@ -266,7 +266,7 @@ class Api:
     async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
         "How many tokens the prompt of a response has."
         asked = await request_for(wanted, self.responses)
-        with renaming():
+        with as_response_error():
             await self.ready(asked)
         return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
 

@@ -20,8 +20,8 @@ from ..errors import EngineError, JobError, ParamError
 from ..jobs.formats import Raw
 from ..jobs.job import Job, LocalRun, Run, in_good_order
 from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
-from ..jobs.lines import JobLine, ParamsCache, failure_of, json_object
-from ..jobs.schema import URLS, about, endpoint_of, tokens_used
+from ..jobs.lines import JobLine, ParamsCache, failure_record, json_object
+from ..jobs.schema import URLS, as_bad_request, endpoint_of, tokens_used
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, read
 from ..jobs.runner import Admitted, LineRunner, ModelNames, name_of
@@ -453,7 +453,7 @@ class NewBatch(Body):
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62-1
 def create_batch(store: BatchStore, body: dict[str, Any]) -> dict[str, Any]:
     "The new batch that `body` asks for. Raises `BadRequest`."
-    with about(body):
+    with as_bad_request(body):
         asked = read(NewBatch, body)
         if asked.endpoint not in URLS:
             raise ParamError(
@@ -639,7 +639,7 @@ class ExpiredRun(Run):
             record = dict(
                 id=line.key, custom_id=line.ids.get("custom_id"), response=None, error=error
             )
-            self.settle(line, failure_of(line, *line.failure) if line.failure else record)
+            self.settle(line, failure_record(line, *line.failure) if line.failure else record)
             yield
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b20f13c3

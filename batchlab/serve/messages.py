@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ..errors import ParamError
-from ..jobs.schema import MESSAGE, STATUS, ApiRequest, about
+from ..jobs.schema import MESSAGE, STATUS, ApiRequest, as_bad_request
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, Whole, read, take
 from ..jobs.tools import ToolParser
@@ -372,7 +372,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
 def chat_of_message(body: dict[str, Any]) -> dict[str, Any]:
     """The body of /v1/messages as that of /v1/chat/completions. Raises `BadRequest`, which names
     what is wrong by its place in `body`, and each thing that is not supported."""
-    with about(body):
+    with as_bad_request(body):
         return _chat_body(body)
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00031

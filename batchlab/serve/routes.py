@@ -31,7 +31,7 @@ from batchlab.serve.batches import (
     sweep_files,
 )
 from ..jobs.lines import json_object
-from ..jobs.schema import about, error_body
+from ..jobs.schema import as_bad_request, error_body
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, read
 
@@ -63,7 +63,7 @@ def upload_fields(form: dict[str, str]) -> Fields:
     keys = {k: f"expires_after[{k}]" for k in ("anchor", "seconds")}
     expiry = {k: form[name] for k, name in keys.items() if name in form} or None
     given = dict(purpose=form.get("purpose"), expires_after=expiry)
-    with about(given):
+    with as_bad_request(given):
         return read(Fields, given)
 
 # %% ../../nbs/7_serve/routes.ipynb #b253db31
