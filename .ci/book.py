@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NBS = ROOT / "nbs"
+TOUR = NBS / "000_tour.ipynb"  # at its end the list of chapters
 SKIPPED = re.compile(r"^#\|\s*(slow|eval: *false)|nbdev_export\(\)", re.M)
 
 

@@ -22,8 +22,13 @@ def test_readme_commands():
     assert "nbdev_test" in second and "pytest" in second
 
 
-def test_chapter_map():
-    linked = {*re.findall(r"\]\(nbs/([\w/-]+\.ipynb)\)", README)}
+def test_readme_is_short():
+    assert len(re.sub(r"<!--.*?-->", "", README, flags=re.S).split()) <= 1200
+
+
+def test_the_tour_ends_with_a_list_of_all_chapters():
+    _, listed = "\n".join(BOOK["cells"](BOOK["TOUR"], "markdown")).split("## Chapters\n")
+    linked = {*re.findall(r"\]\(([\w/-]+\.ipynb)\)", listed)}
     assert linked == {p.relative_to(ROOT / "nbs").as_posix() for p in BOOK["chapters"]()}
 
 

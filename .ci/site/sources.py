@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import book
 
-from book import ROOT
+from book import ROOT, TOUR
 
 LIB = ROOT / "batchlab"
 HIDDEN = re.compile(r"^#\s*\|\s*(hide|default_exp)\b", re.M)
@@ -411,9 +411,9 @@ def home():
     nb = chapter(ROOT / "nbs/index.ipynb")
     parts = re.findall(
         r"^\*\*Part ([0IVX]+): ([^*]*)\*\*",
-        "".join(cells(ROOT / "nbs/index.ipynb", "markdown")),
+        "".join(cells(TOUR, "markdown")),
         re.M,
-    )  # in README's tables
+    )  # in its list of chapters
     book = toctree("To use it", [(title_of(p), p.stem) for p in notebooks() if p.stem == TASKS])
     book += "".join(
         toctree(
