@@ -44,6 +44,23 @@ def find(stem: str, folder: Path = NBS) -> Path:
     return path
 
 
+def contents() -> Path:
+    "The notebook that has the list of chapters: the index or the tour."
+    return next(p for p in map(find, ("index", "000_tour")) if "**Part I:" in "".join(cells(p)))
+
+
+def parts() -> dict[str, list[Path]]:
+    "`{title of a part: its chapters}`, by the list of chapters."
+    path, link = contents(), re.compile(r"\]\(([\w/]+\.ipynb)\)")
+    _, *found = re.split(
+        r"^\*\*(Part [0IVX]+: [^*]+)\*\*", "\n\n".join(cells(path, "markdown")), flags=re.M
+    )
+    ends = (re.split(r"\n#", said)[0] for said in found[1::2])
+    return {
+        title: [path.parent / p for p in link.findall(end)] for title, end in zip(found[::2], ends)
+    }
+
+
 def read(path: Path) -> dict:
     "A notebook, the source of each of its cells as one string."
     nb = json.loads(path.read_text(encoding="utf-8"))

@@ -48,7 +48,8 @@ def completion_dict(c: CompletionOutput) -> dict[str, Any]:
 
 def prompt_record(index: int, line: JobLine, error: str | None) -> dict[str, Any]:
     "The record of request `index`: of `line`, its output and its `error`, if there are any."
-    out, prompt = line.output, line.prompt if line.text is None else line.text
+    out = line.output
+    prompt = line.prompt if line.original_prompt is None else line.original_prompt
     done = out.outputs if out and not error else []
     talk = prompt is None and line.messages
     return dict(

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.params import SamplingParams
 from . import schema as openai
-from .formats import LONGEST_LINE, Raw, finite, unique_keys
+from .formats import LONGEST_LINE, Raw, float_or_text, unique_keys
 from batchlab.jobs.schema import (
     ALIASES,
     DROPPED,
-    about,
+    as_bad_request,
     answer_body,
     as_messages,
     choice_of,
@@ -43,7 +43,7 @@ from batchlab.jobs.pooling import (
     PoolingRequest,
     TextsOutput,
     check_finite,
-    encoded,
+    vector_json,
     parse_pooling,
     pooling_body,
     texts_usage,
@@ -60,7 +60,7 @@ from batchlab.jobs.tables import (
     plain_json,
 )
 from .responses import ResponseAsked, Roles, chat_body, read_response, roles_of
-from .responses import renamed, renaming, response_head, response_of
+from .responses import response_error, as_response_error, response_head, response_of
 from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
 
 if TYPE_CHECKING:
@@ -69,58 +69,50 @@ if TYPE_CHECKING:
 # %% ../../nbs/6_jobs/lines.ipynb #ob000004
 @dataclass
 class JobLine:
-    """One request of a file. `kind`: that of its endpoint of the Batch API, such as 'chat',
-    'text' or 'embed', or 'plain'.
+    """One request of a file, which `parse_line` reads. `cells`: what its record copies: columns of
+    a row, or the keys of a plain or Batch line that are its owner's."""
 
-    `ids`: what the line calls itself. `options`: its own sampling parameters. `chat_options`:
-    what it says of its conversation, such as `tools`. `timeout`: its own, in seconds. `ignored`:
-    its keys that mean nothing here. `model`: the one it asks for, `adapter`: likewise, which has
-    to be there. `cells`: columns of a table that stand in its record. `unit`: 'line', or 'row'
-    of a table. `tools`: which functions its answer may call, and `tool_format` how the model
-    writes calls. `pooling`: what it asks of hidden states, if it wants no text.
-    `response`: what it asks for as a response. `failure`: `(code, message)` if it can't run. `text`: the prompt that became a user's message; `output`:
-    what came of it, once it has run."""
-
-    number: int
-    digest: str
-    kind: str = "plain"
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    ids: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    chat_options: dict[str, Any] = field(default_factory=dict)
-    timeout: float | None = None
-    ignored: tuple[str, ...] = ()
-    model: str | None = None
-    adapter: str | None = None
-    cells: dict[str, Any] = field(default_factory=dict)
-    unit: str = "line"
-    failure: tuple[str, str] | None = None
-    tools: ToolChoice | None = None
-    tool_format: ToolFormat | None = None
-    pooling: PoolingRequest | None = None
-    response: ResponseAsked | None = None
-    text: str | None = None
-    output: RequestOutput | TextsOutput | None = None
+    number: int  # of the line or row in its file, from 1
+    digest: str  # of its content, by `digest_of`
+    kind: str = "plain"  # or that of its endpoint of the Batch API: 'chat', 'text', 'embed', ...
+    prompt: str | list[int] | None = None  # text or token ids; None if it has messages
+    messages: list[dict[str, Any]] | None = None  # the conversation, if it is one
+    ids: dict[str, Any] = field(default_factory=dict)  # `id` and `custom_id`, where it has them
+    options: dict[str, Any] = field(default_factory=dict)  # its own sampling parameters
+    chat_options: dict[str, Any] = field(default_factory=dict)  # about the chat, such as `tools`
+    timeout: float | None = None  # its own, in seconds
+    ignored: tuple[str, ...] = ()  # its keys that have no effect
+    model: str | None = None  # the model that it names
+    adapter: str | None = None  # the adapter that it names, which has to be loaded
+    cells: dict[str, Any] = field(default_factory=dict)  # columns or unknown keys, to copy
+    unit: str = "line"  # 'row' if it comes from a table
+    failure: tuple[str, str] | None = None  # `(code, message)` if it can't run
+    tools: ToolChoice | None = None  # which functions its answer may call
+    tool_format: ToolFormat | None = None  # how the model writes calls
+    pooling: PoolingRequest | None = None  # set if it asks for vectors, scores or classes, not text
+    response: ResponseAsked | None = None  # set if it is a request to /v1/responses
+    original_prompt: str | None = None  # the plain prompt, where `messages` were made of it
+    output: RequestOutput | TextsOutput | None = None  # its answer, once it has run
 
     @property
     def key(self) -> str:
-        "The id of its answer."
+        "The id of its answer. The digest in it tells whether the line has changed since."
         return f"batch_req_{self.number}_{self.digest}"
 
     @property
-    def named(self) -> dict[str, Any]:
-        "Its part of the record: its ids, and the cells that are copied beside its answer."
+    def record_ids(self) -> dict[str, Any]:
+        "The part of its record that tells whose it is: its ids, and its `cells` if there are any."
         return self.ids | (dict(cells=self.cells) if self.cells else {})
 
     @property
     def where(self) -> str:
+        "How messages name it, such as 'line 3'."
         return f"{self.unit} {self.number}"
 
     @property
     def conversation(self) -> Any:
-        """Its messages as an `LLM` takes them: a dict if there are options beside them; None for
-        a prompt."""
+        """Its messages as `LLM.chat` takes them: a list, or a dict that has its chat options too if
+        there are any. None for a prompt."""
         return (
             dict(messages=self.messages, **self.chat_options)
             if self.messages and self.chat_options
@@ -129,19 +121,29 @@ class JobLine:
 
 # %% ../../nbs/6_jobs/lines.ipynb #137db825
 def digest_of(raw: Raw) -> str:
-    "8 hex digits that name the content of a line, or what is asked of a row."
-    asked = raw if isinstance(raw, bytes) else repr(raw[:6] if any(raw[2:6]) else raw[:2]).encode()
+    """8 hex digits of a hash of the content of a line, or of what is asked of a row: other columns
+    of a table may change.
+
+    Journals hold ids made of these digits, so the bytes that are hashed must stay as they are: a
+    row's prompt and custom_id alone, if it has nothing else, as before it could have more."""
+    if isinstance(raw, bytes):
+        asked = raw
+    else:
+        usual = raw.prompt, raw.custom_id
+        more = raw.messages, raw.given, raw.system, raw.failure
+        asked = repr(usual + more if any(more) else usual).encode()
     return hashlib.blake2b(asked, digest_size=4).hexdigest()
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000007
 def _no_constant(name: str) -> float:
+    "Refuse NaN and infinities, which Python's parser would take."
     raise ValueError(f"{name} is not a JSON number")
 
 
-_decoders = {  # json.loads would make one for each line
+_decoders = {  # by `strict` of `json_object`; made once, as json.loads would make one a line
     strict: json.JSONDecoder(
         object_pairs_hook=unique_keys,
-        parse_float=finite,
+        parse_float=float_or_text,
         parse_constant=_no_constant if strict else None,
     ).decode
     for strict in (True, False)
@@ -149,7 +151,7 @@ _decoders = {  # json.loads would make one for each line
 
 
 def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
-    "The JSON object in the bytes `raw`. `strict`: without NaN. Raises `BadRequest`."
+    "The JSON object in the UTF-8 bytes `raw`. `strict`: refuse NaN too. Raises `BadRequest`."
     try:
         d = _decoders[strict](raw.decode("utf-8-sig"))
     except UnicodeDecodeError as e:
@@ -171,51 +173,56 @@ def json_object(raw: bytes, strict: bool = True) -> dict[str, Any]:
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000010
 def plain_options(d: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """`(sampling parameters, keys that mean nothing here)` of `d`, a plain object without its
-    prompt. Raises `BadRequest`."""
+    """`(sampling parameters, keys without effect)` of `d`, a plain object without its prompt. The
+    parameters may stand at the top level of `d` or in its `sampling_params`. Raises
+    `BadRequest`."""
     nested = {} if d.get("sampling_params") is None else d["sampling_params"]
     if not isinstance(nested, dict):
         raise BadRequest(
             f"sampling_params must be an object, got {nested!r:.60}", param="sampling_params"
         )
-    beside = {k: v for k, v in d.items() if k != "sampling_params" and k not in DROPPED}
-    own, options = {k: v for k, v in beside.items() if is_setting(k, v)}, {}
-    for given in (nested, own):
-        found = sampling_options(
-            given, isinstance(given.get("logprobs"), bool) or "top_logprobs" in given
+    top_level = {k: v for k, v in d.items() if k != "sampling_params" and k not in DROPPED}
+    settings = {k: v for k, v in top_level.items() if is_setting(k, v)}
+    options: dict[str, Any] = {}
+    for part in (nested, settings):
+        parsed = sampling_options(
+            part, isinstance(part.get("logprobs"), bool) or "top_logprobs" in part
         )
-        for k in ("max_tokens", *ALIASES):  # here null says: as many as there is room for
-            if k in given and given[k] is None:
-                found.setdefault("max_tokens", None)
-        if twice := sorted(options.keys() & found.keys()):
+        for k in ("max_tokens", *ALIASES):  # null here means: up to the context length
+            if k in part and part[k] is None:
+                parsed.setdefault("max_tokens", None)
+        if twice := sorted(options.keys() & parsed.keys()):
             raise BadRequest(
-                f"{twice[0]} stands in sampling_params and beside it: give one of them",
+                f"{twice[0]} is given twice, in sampling_params and outside it: remove one",
                 param=twice[0],
             )
-        options |= found
-    return options, tuple(k for k in beside if k not in own)
+        options |= parsed
+    return options, tuple(k for k in top_level if k not in settings)
 
 
 def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
-    """Take what dict `d` says of its conversation out of it: a dict. What says nothing is left
-    out. Raises `BadRequest`."""
-    found = {k: d.pop(k) for k in CHAT_OPTIONS if k in d}
-    if isinstance(text := found.get("chat_template"), str) and "{" not in text:
+    """Remove from dict `d` the options of its chat, such as `tools`, and return them as a dict,
+    without those that are null or an empty list. Raises `BadRequest`."""
+    taken = {k: d.pop(k) for k in CHAT_OPTIONS if k in d}
+    if isinstance(text := taken.get("chat_template"), str) and "{" not in text:
         raise BadRequest(
             f"chat_template must be a template, got {text!r:.60}", param="chat_template"
         )
-    return {k: v for k, v in found.items() if v is not None and v != []}
+    return {k: v for k, v in taken.items() if v is not None and v != []}
 
 
-def take_timeout(d: dict[str, Any]) -> float | None:
-    """Take the `timeout` out of dict `d`: seconds, or None. Raises `BadRequest`, also for a
-    `priority`."""
+def refuse_priority(d: dict[str, Any]) -> None:
+    "Raise `BadRequest` if dict `d` has a `priority`."
     if d.get("priority") is not None:
         raise BadRequest(
             "priority means nothing in a file: its requests run in whichever order is the "
             "quickest, so leave it out",
             param="priority",
         )
+
+
+def take_timeout(d: dict[str, Any]) -> float | None:
+    "Remove `timeout` from dict `d` and return it: seconds, or None. Raises `BadRequest`."
     if (v := d.pop("timeout", None)) is None:
         return None
     if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < float("inf"):
@@ -225,22 +232,25 @@ def take_timeout(d: dict[str, Any]) -> float | None:
     return v
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000013
-ANOTHER_FORM = (
-    "{} in a file that is read as {}, by its first good line or by --format: "
-    "give it a file of its own, for batchlab run"
+ANOTHER_FORM = (  # `.format(what the line is, what the file has)`
+    "this is {}, but the file is read as {} (so says --format, or else its first good line): "
+    "move it to a file of its own, for batchlab run"
 )
 
 
 def form_of_keys(d: dict[str, Any]) -> str | None:
-    "'batch' or 'plain', as the keys of `d` say, or None."
+    "The form of a line with the keys of `d`: 'batch' or 'plain'; None if they don't tell."
     if d.keys() & {"body", "url"}:
         return "batch"
     return "plain" if d.keys() & {"prompt", "messages"} else None
 
 
 def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
-    "Fill the settings of `line` from `d`, an object without its prompt. Raises `BadRequest`."
-    line.timeout, line.adapter = take_timeout(d), d.pop("adapter", None)
+    """Fill the settings of `line` from `d`, an object without its prompt, of which keys are taken.
+    `chat`: its prompt becomes a chat, which may have options. Raises `BadRequest`."""
+    refuse_priority(d)
+    line.timeout = take_timeout(d)
+    line.adapter = d.pop("adapter", None)
     if not isinstance(line.adapter, str | None):
         raise BadRequest(
             f"adapter must be the name of one, got {line.adapter!r:.60}", param="adapter"
@@ -250,15 +260,15 @@ def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None
     line.options, line.ignored = plain_options(d)
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000013-1
-PLAIN_KEYS = {
+PLAIN_KEYS = {  # of a plain line, besides sampling parameters; others are its owner's
     *"prompt messages id custom_id model adapter timeout priority sampling_params".split(),
     *CHAT_OPTIONS,
 }
 
 
 def plain_line(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
-    """Fill `line` from `d`, an object with `prompt` or `messages`. `chat`: a prompt becomes a
-    message. Raises `BadRequest`."""
+    """Fill `line` from `d`, an object with `prompt` or `messages`. `chat`: its prompt becomes a
+    chat. Raises `BadRequest`."""
     line.cells = kept_cells(
         d, {k for k, v in d.items() if k not in PLAIN_KEYS and not is_setting(k, v)}
     )
@@ -306,18 +316,19 @@ NOT_ON_A_LINE = dict(
 
 def response_line(line: JobLine, body: dict[str, Any]) -> None:
     "Fill `line` from the `body` of a request to /v1/responses. Raises `BadRequest`."
-    wanted = read_response(body)
+    asked = read_response(body)
     for k, why in NOT_ON_A_LINE.items():
         if body.get(k):
             raise BadRequest(f"{k} is not supported in a file: {why}, so leave it out", param=k)
-    with about(body):
-        chat = chat_body(wanted)
-    with renaming():
-        line.tools, line.chat_options = take_tools(chat), take_chat_options(chat)
-        given, line.options = parse_body(chat, "chat")
-    assert isinstance(given, list)
-    line.messages = [m for m in given if isinstance(m, dict)]
-    line.response = wanted
+    with as_bad_request(body):
+        chat = chat_body(asked)
+    with as_response_error():
+        line.tools = take_tools(chat)
+        line.chat_options = take_chat_options(chat)
+        messages, line.options = parse_body(chat, "chat")
+    assert isinstance(messages, list)
+    line.messages = [m for m in messages if isinstance(m, dict)]
+    line.response = asked
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000013-2
 def batch_line(line: JobLine, d: dict[str, Any]) -> None:
@@ -327,10 +338,13 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
         line.ids = dict(custom_id=custom_id_of(d))
     if plain:
         raise BadRequest(ANOTHER_FORM.format("a plain line", "lines of the Batch API"))
-    line.kind, body = endpoint_of(d), d.get("body")
+    line.kind = endpoint_of(d)
+    body = d.get("body")
     if not isinstance(body, dict):
         raise BadRequest(f"body must be an object, got {body!r:.60}", param="body")
-    line.ignored, line.model, body = keys_beside(d), body.get("model"), dict(body)
+    line.ignored = keys_beside(d)
+    line.model = body.get("model")
+    body = dict(body)  # keys are taken out of it
     line.cells = kept_cells(d, line.ignored)
     if line.kind in POOLING_KINDS:
         line.pooling = parse_pooling(body, line.kind)
@@ -339,13 +353,15 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
         response_line(line, body)
         return
     if line.kind == "chat":
-        line.tools, line.chat_options = take_tools(body), take_chat_options(body)
-    given, line.options = parse_body(body, line.kind)
-    setattr(line, "messages" if line.kind == "chat" else "prompt", given)
+        line.tools = take_tools(body)
+        line.chat_options = take_chat_options(body)
+    prompt, line.options = parse_body(body, line.kind)
+    setattr(line, "messages" if line.kind == "chat" else "prompt", prompt)
 
 
-def text_line(line: JobLine, d: dict[str, Any]) -> None:
-    "Fill `line` from `d`, an object with a text that is to be embedded. Raises `BadRequest`."
+def embed_line(line: JobLine, d: dict[str, Any]) -> None:
+    """Fill `line` from `d`, an object with a text to embed in `prompt`, `text` or `input`. Raises
+    `BadRequest`."""
     keys = [k for k in ("prompt", "text", "input") if d.get(k) is not None]
     if len(keys) != 1:
         raise BadRequest(
@@ -357,7 +373,7 @@ def text_line(line: JobLine, d: dict[str, Any]) -> None:
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000013-3
 def row_line(line: JobLine, row: AskedRow, chat: bool = False) -> None:
-    "Fill `line` from a row of a table. Raises `BadRequest`."
+    "Fill `line` from `row`. `chat`: its prompt becomes a chat. Raises `BadRequest`."
     prompt, custom_id, messages, given, system, failure, cells = row
     line.cells = cells or {}
     if isinstance(custom_id, float) and custom_id.is_integer():
@@ -386,21 +402,11 @@ def row_line(line: JobLine, row: AskedRow, chat: bool = False) -> None:
         plain_settings(line, dict(given), chat)
 
 # %% ../../nbs/6_jobs/lines.ipynb #b2ba8c2b
-def keyed_line(
-    line: JobLine,
-    d: dict[str, Any],
-    columns: Columns,
-    chat: bool = False,
-    system: str | None = None,
-) -> str | None:
-    """Fill `line` from `d`, an object whose keys are what `columns` say, as a row's are. Returns
-    its system message, else `system`. Raises `BadRequest`."""
+def row_of_object(d: dict[str, Any], columns: Columns) -> AskedRow:
+    "The row that `columns` make of `d`, an object with its owner's keys: they are its columns."
     row = columns.row(dict.fromkeys(columns.names) | d)
-    line.cells = kept_cells(
-        d, d.keys() - ({"custom_id"} if columns.id_column == "custom_id" else set())
-    )
-    row_line(line, row._replace(cells=line.cells), chat)
-    return row.system or system
+    ids = {"custom_id"} if columns.id_column == "custom_id" else set[str]()
+    return row._replace(cells=kept_cells(d, d.keys() - ids))
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000016
 NO_TALK = "a system message is for conversations: give chat (--chat) as well, or messages"
@@ -409,17 +415,19 @@ NO_TALK = "a system message is for conversations: give chat (--chat) as well, or
 def parse_line(
     number: int,
     raw: Raw,
-    form: str | None = "batch",
+    form: str = "batch",
     chat: bool = False,
     system: str | None = None,
     embed: PoolingRequest | None = None,
     columns: Columns | None = None,
 ) -> JobLine:
-    """The `JobLine` of what `read_raw` gave. `columns`: what the keys of an object with its
-    owner's own keys are for. `chat`: plain prompts are a user's message; `system`: put before
-    them.
+    """The `JobLine` of line or row `number`, which `read_raw` gave as `raw`. Raises nothing: an
+    error becomes the `failure` of the line.
 
-    `embed`: plain prompts are texts, for each of which this is asked."""
+    `form`: 'batch' for lines of the Batch API; 'plain' for plain lines, rows and objects with
+    their owner's keys. The other arguments are for these. `chat`: a prompt becomes a user's
+    message. `system`: a system message put before each chat. `embed`: prompts are texts to embed,
+    and what is asked for each. `columns`: how objects with their owner's keys become rows."""
     line = JobLine(
         number,
         digest_of(raw),
@@ -434,15 +442,17 @@ def parse_line(
         elif form == "batch":
             batch_line(line, json_object(raw))
         elif columns:
-            system = keyed_line(line, json_object(raw, strict=False), columns, chat, system)
+            row = row_of_object(json_object(raw, strict=False), columns)
+            system = row.system or system
+            row_line(line, row, chat)
         elif embed:
-            text_line(line, json_object(raw, strict=False))
+            embed_line(line, json_object(raw, strict=False))
         else:
             plain_line(line, json_object(raw, strict=False), chat)
         if chat and isinstance(line.prompt, str):
-            line.text, line.prompt = line.prompt, None
-            line.messages = [dict(role="user", content=line.text)]
-        if isinstance(raw, AskedRow) and raw.system is not None:  # filled in by its columns
+            line.original_prompt, line.prompt = line.prompt, None
+            line.messages = [dict(role="user", content=line.original_prompt)]
+        if isinstance(raw, AskedRow) and raw.system is not None:  # of its own
             system = raw.system
         if system is not None and line.kind == "plain" and line.messages is None:
             raise BadRequest(NO_TALK)
@@ -457,160 +467,173 @@ def parse_line(
     except RecursionError:
         line.failure = "invalid_request", "nested too deeply"
     if line.failure and embed and line.kind == "plain":
-        line.pooling = embed  # the form of its record
+        line.pooling = embed  # so that its record has the form of one for vectors
     return line
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000019
+# sampling parameters that a line of each kind leaves open
 LINE_DEFAULTS = openai.DEFAULTS | dict(
     plain=dict(temperature=0.0, max_tokens=256), response=openai.DEFAULTS["chat"]
 )
 
 
 class ParamsCache(dict[str, SamplingParams]):
-    """The `SamplingParams` of lines, `given` for what they leave open, made once for all that
-    ask for the same; how a model writes tool calls, and which roles its template takes."""
+    """For the lines of one job, which mostly ask for the same: their `SamplingParams`, made once
+    for all that have the same kind and options. It also holds what depends on the chat template
+    alone: how the model writes tool calls, and which roles are allowed.
 
-    def __init__(self, given: dict[str, Any] | None = None) -> None:
-        self.given, self.formats = given or {}, dict[Any, ToolFormat | None]()
-        self.takes = dict[Any, Roles]()
+    `defaults`: the job's own, for what a line leaves open."""
+
+    def __init__(self, defaults: dict[str, Any] | None = None) -> None:
+        self.defaults = defaults or {}
+        self.formats = dict[Any, ToolFormat | None]()  # by template
+        self.allowed_roles = dict[Any, Roles]()  # by template
 
     def format(self, tokenizer: Any, template: str | None) -> ToolFormat | None:
-        "`format_of` the two, found out once."
+        """`format_of(tokenizer, template)`, worked out once for each `template`: a job has one
+        `tokenizer`."""
         if template not in self.formats:
             self.formats[template] = format_of(tokenizer, template)
         return self.formats[template]
 
     def roles(self, tokenizer: Any, template: str | None) -> Roles:
-        "`roles_of` the two, found out once."
-        if template not in self.takes:
-            self.takes[template] = roles_of(tokenizer, template)
-        return self.takes[template]
+        """`roles_of(tokenizer, template)`, worked out once for each `template`: a job has one
+        `tokenizer`."""
+        if template not in self.allowed_roles:
+            self.allowed_roles[template] = roles_of(tokenizer, template)
+        return self.allowed_roles[template]
 
     def of(self, line: JobLine) -> SamplingParams:
-        "The sampling parameters of `line`, which wants text. Raises `BadRequest`, `ParamError`."
+        "The `SamplingParams` of `line`, which asks for text. Raises `BadRequest`, `ParamError`."
         key = f"{line.kind} {line.options}"
         if key not in self:
             if len(self) > 1000:
                 self.clear()
-            self[key] = request_params(line.options, LINE_DEFAULTS[line.kind] | self.given)
+            self[key] = request_params(line.options, LINE_DEFAULTS[line.kind] | self.defaults)
         return self[key]
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000022
-Postprocess = (
-    Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
-)  # of a `RequestOutput`: to a dict or a value, or one for each column
+# Makes of a `RequestOutput` a dict of results, or one value; or one such function for each column
+Postprocess = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]]
 
 
 def plain_ids(line: JobLine) -> dict[str, Any]:
     "The fields that a plain record begins with."
-    return dict(request_id=line.key, **{line.unit: line.number}, **line.named)
+    return dict(request_id=line.key, **{line.unit: line.number}, **line.record_ids)
 
 
-def vectors_of(
-    line: JobLine, asked: PoolingRequest, out: TextsOutput, model: str
-) -> dict[str, Any]:
-    "The record of what was asked of hidden states. Raises `BadRequest`."
-    if line.kind == "plain":
-        check_finite(out)
-        return plain_ids(line) | dict(
-            embedding=encoded(out.parts[0].outputs.data), usage=texts_usage(out), error=None
-        )
-    body = pooling_body(asked, out, f"{line.number}-{line.digest}", model)
+def batch_record(line: JobLine, body: dict[str, Any]) -> dict[str, Any]:
+    "The record of a Batch line that was answered with `body`."
     return dict(
         id=line.key,
-        **line.named,
+        **line.record_ids,
         response=dict(status_code=200, request_id=line.key, body=body),
         error=None,
     )
 
+
+def pooling_record(
+    line: JobLine, asked: PoolingRequest, out: TextsOutput, model: str
+) -> dict[str, Any]:
+    "The record of a line that asked for vectors, scores or classes. Raises `BadRequest`."
+    if line.kind == "plain":
+        check_finite(out)
+        return plain_ids(line) | dict(
+            embedding=vector_json(out.parts[0].outputs.data), usage=texts_usage(out), error=None
+        )
+    return batch_record(line, pooling_body(asked, out, f"{line.number}-{line.digest}", model))
+
 # %% ../../nbs/6_jobs/lines.ipynb #ob000022-1
-def answer_of(
+def plain_record(line: JobLine, out: RequestOutput) -> dict[str, Any]:
+    """The record of the answer to a plain line. If `out` has several choices or log probabilities,
+    `outputs` has all choices, as the API gives them."""
+    first = out.outputs[0]
+    record = dict(plain_ids(line), text=first.text)
+    if first.reasoning is not None:
+        record["reasoning"] = first.reasoning
+    record["finish_reason"] = first.finish_reason
+    if len(out.outputs) > 1 or first.logprobs is not None:
+        record["outputs"] = [
+            choice_of(c, "text") | dict(cumulative_logprob=c.cumulative_logprob)
+            for c in out.outputs
+        ]
+    return record | dict(usage=usage_of(out), error=None)
+
+
+def generated_body(line: JobLine, out: RequestOutput, model: str) -> dict[str, Any]:
+    "The body that the API would have sent for the answer to a Batch line. Raises `BadRequest`."
+    name = f"{line.number}-{line.digest}"
+    if line.response:
+        assert out.params
+        head = response_head(line.response, out.params, name, model)
+        return response_of(head, out, line.tools, line.tool_format)
+    # called as parse(text, key)
+    parse = partial(parse_answer, line.tool_format, line.tools) if line.tools else None
+    return answer_body(out, line.kind, name, model, parse)
+
+
+def answer_record(
     line: JobLine,
     out: RequestOutput | TextsOutput,
     model: str,
     postprocess: Postprocess | None = None,
 ) -> dict[str, Any]:
-    """The record of an answer: a dict for JSON. `postprocess`: makes the `results` of each.
-    Raises `BadRequest`."""
+    """The record of an answer: a dict for JSON. `postprocess`: called with `out` once for each
+    choice. What it returns becomes the `results` of the choice; the first exception that it
+    raises becomes the record's `error`, with code 'postprocess'. Raises `BadRequest`."""
     if isinstance(out, TextsOutput):
         assert line.pooling
-        return vectors_of(line, line.pooling, out, model)
-    if line.kind != "plain":
-        read = (
-            partial(parse_answer, line.tool_format, line.tools) if line.tools else None
-        )  # (text, key)
-        name = f"{line.number}-{line.digest}"
-        if line.response:
-            assert out.params
-            head = response_head(line.response, out.params, name, model)
-            body = response_of(head, out, line.tools, line.tool_format)
-        else:
-            body = answer_body(out, line.kind, name, model, read)
-        record: dict[str, Any] = dict(
-            id=line.key,
-            **line.named,
-            response=dict(status_code=200, request_id=line.key, body=body),
-            error=None,
-        )
-        choices = body.get("choices") or [body]
+        return pooling_record(line, line.pooling, out, model)
+    if line.kind == "plain":
+        record = plain_record(line, out)
+        choices = record.get("outputs") or [record]
     else:
-        first = out.outputs[0]
-        many = len(out.outputs) > 1 or first.logprobs is not None
-        each = dict(outputs=[choice_of(c, "text") for c in out.outputs]) if many else {}
-        record = dict(
-            **plain_ids(line),
-            text=first.text,
-            **({} if first.reasoning is None else dict(reasoning=first.reasoning)),
-            finish_reason=first.finish_reason,
-            **each,
-            usage=usage_of(out),
-            error=None,
-        )
-        choices = each.get("outputs") or [record]
-        for choice, c in zip(each.get("outputs", ()), out.outputs):
-            choice["cumulative_logprob"] = c.cumulative_logprob
+        body = generated_body(line, out, model)
+        record = batch_record(line, body)
+        choices = body.get("choices") or [body]
     for choice, c in zip(choices, out.outputs):
         if len(choices) > 1:
             choice["completion_tokens"] = len(c.token_ids)
         if postprocess is None:
             continue
-        choice["results"], wrong = results_of(replace(out, outputs=[c]), postprocess)
-        if wrong:
-            record["error"] = dict(code="postprocess", message=f"{line.where}: {wrong}")
+        choice["results"], error = results_of(replace(out, outputs=[c]), postprocess)
+        if error and record["error"] is None:
+            record["error"] = dict(code="postprocess", message=f"{line.where}: {error}")
     return record
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000022-2
+ANSWER_COLUMNS = {*ANSWER, *OPTIONAL, *"request_id line row id custom_id".split()}  # taken
+
+
 def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, Any], str | None]:
-    """The values that `postprocess` makes of `out`, which has one answer, by column; and what went
-    wrong, if anything did."""
-    named, made, wrong = isinstance(postprocess, Mapping), {}, None
-    for name, f in (
-        postprocess.items() if isinstance(postprocess, Mapping) else [("result", postprocess)]
-    ):
-        if named:
-            made[name] = None
+    """`(results, error)`: the results of `postprocess`, by column, for `out`, which has one choice;
+    and the message of the first error, or None. A function for a column that fails leaves None
+    there, and the others still run."""
+    by_column = isinstance(postprocess, Mapping)
+    results: dict[str, Any] = {}
+    error = None
+    for name, f in postprocess.items() if by_column else [("result", postprocess)]:
+        if by_column:
+            results[name] = None
         try:
             v = plain_json(f(out))
-            found = v if isinstance(v, dict) and not named else {name: v}
-            encode_json(found)  # or it could not be written
-            if twice := found.keys() & {
-                *ANSWER,
-                *OPTIONAL,
-                *"request_id line row id custom_id".split(),
-            }:
+            columns = v if isinstance(v, dict) and not by_column else {name: v}
+            encode_json(columns)  # what can't be written as JSON fails here
+            if taken := columns.keys() & ANSWER_COLUMNS:
                 raise ValueError(
-                    f"{min(twice)!r} is a column of the answer itself: call it something else"
+                    f"{min(taken)!r} is a column of the answer itself: call it something else"
                 )
-            made |= found
+            results |= columns
         except Exception as e:
-            wrong = f"{name} of the answer failed ({type(e).__name__}: {str(e)[:300]})"
-    return made, wrong
+            error = error or f"{name} of the answer failed ({type(e).__name__}: {str(e)[:300]})"
+    return results, error
 
 
-def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
-    "The record of a failure. The message begins with the line's number; `code` is for programs."
+def failure_record(line: JobLine, code: str, message: str) -> dict[str, Any]:
+    """The record of a line without an answer. `code`: for programs; `message`: for people, put
+    after the line's number."""
     if line.response:
-        message = str(renamed(BadRequest(message, code)))
+        message = str(response_error(BadRequest(message, code)))
     error = dict(code=code, message=f"{line.where}: {message}")
     if line.kind == "plain":
         nothing = dict(embedding=None) if line.pooling else dict(text=None, finish_reason="error")
@@ -618,15 +641,15 @@ def failure_of(line: JobLine, code: str, message: str) -> dict[str, Any]:
     status, body = error_body(error["message"], code)
     response = dict(status_code=status, request_id=line.key, body=body)
     ids = dict(id=line.key, custom_id=None)
-    return ids | line.named | dict(response=response, error=error)
+    return ids | line.record_ids | dict(response=response, error=error)
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000048
 def guess_form(rows: Iterable[tuple[int, Raw]], default: str = "batch") -> str:
-    """'batch' if the first good line of JSONL that says so is of the Batch API, 'plain' if it
-    has a prompt or messages; 'plain' too if all are objects with keys of their own, else
-    `default`.
+    """The form of a file of JSONL by its first 100 lines, `rows` of what `read_raw` gives.
 
-    `rows`: what `read_raw` gives."""
+    The first line that tells decides: 'batch' if it has a `body` or `url`, 'plain' if it has a
+    `prompt` or `messages`. If none tells: 'plain' if any is an object with other keys, its
+    owner's, else `default`. Lines that are no JSON objects are passed over."""
     for _, raw in itertools.islice(rows, 100):
         assert isinstance(raw, bytes)
         with suppress(BadRequest):

@@ -21,10 +21,10 @@ from batchlab.errors import (
 )
 from ..models.lengths import check_length
 from batchlab.models import (
-    bad_message,
+    messages_error,
     encode,
     encode_chat,
-    half_character,
+    unicode_error,
     start_token_id,
     template_text,
 )
@@ -175,7 +175,7 @@ def parse_chat(prompt: object) -> dict[str, Any]:
             f"a conversation has unknown keys {', '.join(map(repr, bad))}: expected "
             f"{', '.join(sorted(CHAT_KEYS))}"
         )
-    if why := bad_message(d["messages"]):
+    if why := messages_error(d["messages"]):
         raise PromptError(
             why + (": llm.generate answers plain prompts" if isinstance(d["messages"], str) else "")
         )
@@ -242,7 +242,7 @@ def split_settings(prompt: object) -> tuple[Any, dict[str, Any]]:
         raise ParamError(field="sampling_params", value=nested, want="a dict of settings")
     if twice := nested.keys() & own.keys():
         raise ParamError(
-            f"{min(twice)} stands in sampling_params and beside it: give one of them",
+            f"{min(twice)} is given twice, in sampling_params and outside it: remove one",
             field=min(twice),
         )
     own = nested | own
@@ -458,7 +458,7 @@ def encode_text(
 
 def unreadable(text: str, error: Exception) -> str:
     "The reason why the tokenizer refuses `text` with `error`."
-    return half_character(text) or f"the tokenizer refuses this text ({error})"
+    return unicode_error(text) or f"the tokenizer refuses this text ({error})"
 
 # %% ../../nbs/4_llm/inputs.ipynb #4fbbda57
 def prompt_ids_of(
