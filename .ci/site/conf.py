@@ -23,23 +23,18 @@ suppress_warnings = ["mystnb.unknown_mime_type", "myst.header"]
 html_theme, html_title = "furo", "batchlab"
 html_static_path, html_css_files = ["static"], ["site.css"]
 html_copy_source = html_show_sphinx = html_use_index = False
-pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 
 DIRECTIVE = re.compile(r"^#\s*\|.*\n?", re.M)
 TITLE = re.compile(r"^#\s*\|\s*(?:code-fold: *(.+)|(solution)\b)", re.M)
 OUT = re.compile(r"#\s*\|\s*(hide|default_exp)\b")
-OTHER = re.compile(r"%%(cpp|page) +(\w+)\n")
-
-
-def toctree(caption, paths):
-    rows = [p.relative_to(book.NBS).with_suffix("").as_posix() for p in paths]
-    return "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *rows, "```\n\n"])
+OTHER = re.compile(r"%%(cpp \w+|page (\w+))\n")
 
 
 def order():
     "The order of all pages, which stands at the end of the first."
-    rest = {"Modules": book.reference()}
-    return "".join(toctree(*row) for row in [*book.parts().items(), *rest.items()])
+    for caption, paths in (book.parts() | {"Modules": book.reference()}).items():
+        rows = [p.relative_to(book.NBS).with_suffix("").as_posix() for p in paths]
+        yield from ["```{toctree}", ":hidden:", f":caption: {caption}", "", *rows, "```", ""]
 
 
 def adapt(cell):
@@ -48,7 +43,7 @@ def adapt(cell):
     if cell["cell_type"] == "markdown":
         return cell | dict(source=re.sub(r"\]\((?=[./]+CONTRIBUTING)", "](path:", source))
     if found := OTHER.match(source):
-        language = "cpp" if found[1] == "cpp" else found[2]
+        language = found[2] or "cpp"
         code = f"```{language}\n{source[found.end() :]}\n```"
         return dict(cell_type="markdown", id=cell["id"], metadata={}, source=code)
     if OUT.match(source):
@@ -70,7 +65,7 @@ def read(app, docname, source):
     nb = book.read(Path(app.env.doc2path(docname)))
     cells = [*map(adapt, nb["cells"])]
     if docname == root_doc:
-        cells.append(dict(cell_type="markdown", id="order", metadata={}, source=order()))
+        cells.append(dict(cell_type="markdown", id="order", metadata={}, source="\n".join(order())))
     source[0] = book.text(nb | dict(cells=cells))
 
 
