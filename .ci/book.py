@@ -44,14 +44,9 @@ def find(stem: str, folder: Path = NBS) -> Path:
     return path
 
 
-def contents() -> Path:
-    "The notebook that has the list of chapters: the index or the tour."
-    return next(p for p in map(find, ("index", "000_tour")) if "**Part I:" in "".join(cells(p)))
-
-
 def parts() -> dict[str, list[Path]]:
-    "`{title of a part: its chapters}`, by the list of chapters."
-    path, link = contents(), re.compile(r"\]\(([\w/]+\.ipynb)\)")
+    "`{title of a part: its chapters}`, by the list of chapters in the tour."
+    path, link = TOUR, re.compile(r"\]\(([\w/]+\.ipynb)\)")
     _, *found = re.split(
         r"^\*\*(Part [0IVX]+: [^*]+)\*\*", "\n\n".join(cells(path, "markdown")), flags=re.M
     )
