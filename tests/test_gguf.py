@@ -206,7 +206,7 @@ def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
     path = file_of("llama", "q4_0")
     want = answers(LLM(*load_model(path, dtype="fp32")))
     pack = B.pack_blocks
-    monkeypatch.setattr(B, "pack_blocks", lambda *args: pack(*args).flip(0))
+    monkeypatch.setattr(B, "pack_blocks", lambda *args, **more: pack(*args, **more).flip(0))
     llm = LLM(path, dtype="fp32")
     assert llm.backend.name != "fused" and "differ from those alone" in llm.backend.why
     assert [a for a, _ in answers(llm)] == [a for a, _ in want]
