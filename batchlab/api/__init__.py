@@ -668,7 +668,7 @@ class LLM:
         return self.loaded.default_sampling_params()
 
     def stats(self) -> Stats:
-        "The `Stats` of this moment."
+        "The `Stats` of this moment. The page `90_troubleshooting` says what to change by them."
         return self.loop.stats()
 
     def trace(
