@@ -11,6 +11,7 @@ import argparse, contextlib, importlib.metadata, importlib.util, inspect, json, 
 import signal, subprocess, sys, tempfile, textwrap, time, timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -246,7 +247,7 @@ def peer_env(name: str, python: str = sys.executable, threads: int | None = None
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     if name == "batchlab":
-        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+        paths = str(Path(str(files("batchlab"))).parent), os.environ.get("PYTHONPATH")
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env | vllm_env(python, threads) if name == "vllm" else env
 
