@@ -27,12 +27,20 @@ from batchlab.core.sampling import (
 from .text import Aside, Detokenizer
 
 # %% auto #0
-__all__ = ['WrittenAnswer', 'Generation', 'make_request', 'append_prompt', 'sample_due', 'sample_rows']
+__all__ = ['Generation', 'make_request', 'append_prompt', 'sample_due', 'sample_rows']
 
-# %% ../../nbs/2_core/generation.ipynb #gen00008
+# %% ../../nbs/2_core/generation.ipynb #b5693caf
 @dataclass(eq=False)
-class WrittenAnswer(Task):
-    "The state so far of a request that writes; for the fields see `Generation`."
+class Generation(Task):
+    """The task of writing text: tokens are sampled as `row` says, and `text` turns them into
+    characters.
+
+    `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in
+    a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
+    string or id that ended it. `delta`: text that is settled and not yet sent, `ends`: how long
+    it was after each of its tokens, `num_sent`: how many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
+    `time.perf_counter`. `num_drafted`, `num_accepted`: how many tokens were drafted, and how many
+    of them were right."""
 
     row: SamplingRow
     text: Detokenizer
@@ -57,18 +65,6 @@ class WrittenAnswer(Task):
         self.ends.clear()
         logprobs = None if self.logprobs is None else self.logprobs[start:]
         return text, request.output_ids[start:], logprobs
-
-# %% ../../nbs/2_core/generation.ipynb #b5693caf
-class Generation(WrittenAnswer):
-    """The task of writing text: tokens are sampled as `row` says, and `text` turns them into
-    characters.
-
-    `logprobs`, `prompt_logprobs`: a `{id: Logprob}` for each token, or None if not asked for; in
-    a prompt, None for the tokens up to the first that is asked for. `stop_reason`: the stop
-    string or id that ended it. `delta`: text that is settled and not yet sent, `ends`: how long
-    it was after each of its tokens, `num_sent`: how many of the tokens were sent. `first_token_at`, `last_token_at`: seconds of
-    `time.perf_counter`. `num_drafted`, `num_accepted`: how many tokens were drafted, and how many
-    of them were right."""
 
     def first_output(self, request: Request) -> int:
         known = self.prompt_logprobs

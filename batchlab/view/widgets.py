@@ -98,35 +98,8 @@ def this_cell() -> tuple[str | None, int | None]:
     )
     return (cell, shell.execution_count) if cell else (None, None)
 
-# %% ../../nbs/8_view/widgets.ipynb #fccdd96a
-class PanelWidgets:
-    "The widgets of a panel, `kept` so that they can be closed."
-
-    kept: list[Any]
-
-    def make(self, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        "A widget of that kind, which is closed with this panel."
-        with quietly():
-            self.kept.append(kind(*args, **kwargs))
-        return self.kept[-1]
-
-    def row(self, *widgets: W.Widget, **layout: Any) -> Any:
-        "`widgets` beside one another, or below where there is no room."
-        return self.make(W.HBox, widgets, layout=dict(flex_flow="row wrap") | layout)
-
-    def button(self, text: str, help: str, on_click: Callable[[], Any]) -> Any:
-        "A button that calls `on_click()`."
-        b = self.make(W.Button, description=text, tooltip=help, layout=dict(width="auto"))
-        b.on_click(lambda _: on_click())
-        return b
-
-    def field(self, kind: Callable[..., Any], name: str, width: str = "auto", **kwargs: Any) -> Any:
-        "A field or slider of that kind with its name before it."
-        more = dict(style=dict(description_width="90px"), layout=dict(width=width))
-        return self.make(kind, description=name, **more, **kwargs)
-
 # %% ../../nbs/8_view/widgets.ipynb #0e81a0a9
-class WidgetBox(PanelWidgets):
+class WidgetBox:
     """A box of widgets that shows a picture where widgets do not run, and that ends when its
     cell runs again.
 
@@ -176,6 +149,28 @@ class WidgetBox(PanelWidgets):
         shown = self.box._repr_mimebundle_(**kwargs) if here and not self.closed else None
         name = f"<{type(self).__name__}>"
         return (shown or {}) | {"image/svg+xml": self.picture(), "text/plain": name}
+
+    # Its widgets
+    def make(self, kind: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        "A widget of that kind, which is closed with this panel."
+        with quietly():
+            self.kept.append(kind(*args, **kwargs))
+        return self.kept[-1]
+
+    def row(self, *widgets: W.Widget, **layout: Any) -> Any:
+        "`widgets` beside one another, or below where there is no room."
+        return self.make(W.HBox, widgets, layout=dict(flex_flow="row wrap") | layout)
+
+    def button(self, text: str, help: str, on_click: Callable[[], Any]) -> Any:
+        "A button that calls `on_click()`."
+        b = self.make(W.Button, description=text, tooltip=help, layout=dict(width="auto"))
+        b.on_click(lambda _: on_click())
+        return b
+
+    def field(self, kind: Callable[..., Any], name: str, width: str = "auto", **kwargs: Any) -> Any:
+        "A field or slider of that kind with its name before it."
+        more = dict(style=dict(description_width="90px"), layout=dict(width=width))
+        return self.make(kind, description=name, **more, **kwargs)
 
 # %% ../../nbs/8_view/widgets.ipynb #39c69b28
 @dataclass
