@@ -151,7 +151,7 @@ def start_planned(model, dtype, device, max_num_seqs, **_):
     llm = LLM(model, dtype=dtype, device=device, max_num_seqs=max_num_seqs)
 
     def run(prompts, max_tokens, max_num_seqs):
-        params = greedy(SamplingParams, max_tokens)  # noqa: F821  of the file in front of it
+        params = greedy_params(SamplingParams, max_tokens)  # noqa: F821  of the file in front of it
         plan = llm.plan(prompts, params)
         outs = llm.generate(prompts, params, use_tqdm=False)
         assert not any(o.error for o in outs)

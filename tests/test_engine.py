@@ -506,7 +506,7 @@ def test_a_copied_block_is_zero_behind_its_tokens(kind, dtype, n):
 )
 def test_what_lies_in_the_cache_before_reaches_no_token(arch, compile, best, fits, monkeypatch):
     "Memory that begins as NaN, and a prefix that ends inside a block whose rest is NaN: each request gets what it gets alone."
-    model, use, copied = tiny_model(arch), KVCache.use, []
+    model, use, copied = tiny_model(arch), KVCache.count_used, []
 
     def used(cache, batch):
         before = cache.num_used
@@ -514,7 +514,7 @@ def test_what_lies_in_the_cache_before_reaches_no_token(arch, compile, best, fit
         spoil(cache, range(before, cache.num_used))
         copied.extend((type(cache), n) for *_, n in batch.copies)
 
-    monkeypatch.setattr(KVCache, "use", used)
+    monkeypatch.setattr(KVCache, "count_used", used)
     if fits is False:  # as where a layer is not for the kernels
         monkeypatch.setattr(KernelStep, "fits", lambda *a: False)
     llm = LLM(model, max_num_seqs=4, max_num_batched_tokens=40, compile=compile)

@@ -35,7 +35,7 @@ static inline float round_group(const T* x, uint8_t* bytes, int32_t (&sums)[2]) 
     const float largest = most(m), f = 127 / largest, shift = 12582912.f;  // 1.5 * 2^23: the lowest bits are a whole number
     vf total[2] = {};
     for (int j = 0; j < 32 / W; j++) {
-        const vf y = v[j] * f + shift;
+        const vf y = multiply_add(v[j], all(f), all(shift));
         const vb b = __builtin_convertvector((vu)y & 255, vb);
         memcpy(bytes + j * W, &b, W);
         total[j * W / 16] += y - shift;
@@ -364,7 +364,7 @@ static void quantize_groups(const i64* rows, int8_t* numbers, float* scales, flo
             float best = INFINITY, factor = 0, scale = 0, offset = total / 32;  // of numbers that are all the same
             const auto round = [&](float f) {
                 for (int j = 0; j < V; j++) {
-                    const vf y = (v[j] - least) * f + shift - shift;
+                    const vf y = multiply_add(v[j] - least, all(f), all(shift)) - shift;
                     q[j] = y > 15.f ? all(15.f) : y;
                 }
             };
