@@ -7,7 +7,8 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from batchlab import LLM, AsyncLLM, SamplingParams
+from batchlab import LLM, AsyncLLM, CompletionOutput, SamplingParams
+from batchlab.api.aio import add_event
 from batchlab.core.params import StructuredOutputsParams
 from batchlab.core.text import Detokenizer
 from batchlab.errors import ParamError
@@ -183,8 +184,11 @@ def test_a_stream_gives_the_same_in_parts(template, text):
     seen = [(p.outputs[0].reasoning or "", p.outputs[0].text) for p in parts]
     assert all("ab c".startswith(r) and (r == "ab c" or not t) for r, t in seen)
     thought = last.outputs[0].num_reasoning_tokens
-    counted = [(o.num_reasoning_tokens, len(o.token_ids)) for p in parts for o in p.outputs]
-    assert counted and all(n == min(thought, tokens) for n, tokens in counted)
+    part, counted = CompletionOutput(0), []
+    for event in events:
+        add_event(part, event)
+        counted.append((part.num_reasoning_tokens, len(part.token_ids)))
+    assert len(counted) > 2 and all(n == min(thought, tokens) for n, tokens in counted)
     assert events[-1].num_reasoning_tokens == thought > 0
     assert said(last) == ("ab c", "xyz", "stop")
 
