@@ -1,6 +1,6 @@
 """What the scripts of this folder share: which notebooks there are, their cells, and files that are made from them.
 
-Chapters have a number in front (`11_scheduler`), pages of reference about a module have none."""
+Chapters have a number in front (`09_scheduler`), pages of reference about a module have none."""
 
 import json, re, sys
 from collections.abc import Iterable, Mapping

@@ -32,7 +32,7 @@ def begin(names: dict) -> None:
     log.propagate = True
     if attention := sys.modules.get(
         "batchlab.core.attention"
-    ):  # chapter 12 registers its own function, whose names are gone now
+    ):  # chapter 10 registers its own function, whose names are gone now
         attention.AttentionInterface.register("batchlab", attention.packed_attention)
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -156,22 +156,21 @@ def difference(old: type, new: type, *names: str):
 
 # Where each chapter stands on the way of a request: its number, what it is about, and its box (x, row) in the picture.
 PLACES = {
-    "09": ("the model", 446, 0),
     "01": ("prefill", 446, 1),
     "02": ("decode", 550, 1),
     "03": ("padding", 320, 1),
-    "07": ("sampling", 672, 0),
     "04": ("prefixes", 194, 2),
     "05": ("packing", 320, 2),
     "06": ("slots", 446, 2),
-    "10": ("KV blocks", 194, 1),
-    "11": ("scheduler", 194, 0),
-    "12": ("attention", 550, 0),
-    "13": ("runner", 320, 0),
-    "14": ("engine", 180, -1),
-    "15": ("LLM", 72, 0),
-    "16": ("verify", 72, 2),
-    "17": ("strategies", 72, 1),
+    "07": ("step", 320, 0),
+    "08": ("KV blocks", 194, 1),
+    "09": ("scheduler", 194, 0),
+    "10": ("attention", 550, 0),
+    "11": ("sampling", 672, 0),
+    "12": ("text", 72, 1),
+    "13": ("the model", 446, 0),
+    "14": ("LLM", 72, 0),
+    "15": ("verify", 72, 2),
 }
 
 
@@ -180,19 +179,11 @@ def place(number: str):
     from batchlab.view.drawing import Canvas
 
     c, wide, high, top = Canvas(), 98, 30, 34
-    about, x, row = PLACES[number]
+    about = PLACES[number][0]
     kind = lambda n: "prefill" if n == number else "held" if n < number else "idle"
-    c.rect(180, 14, 604, 142, kind("14"), rx=7)
+    c.rect(180, 14, 604, 142, kind("07"), rx=7)
     c.rect(183, 17, 598, 136, "ground", rx=5)
-    c.text(
-        776,
-        28,
-        "14 engine",
-        "prefill" if number == "14" else "dim",
-        "end",
-        font_size=11,
-        font_weight=600 if number == "14" else 400,
-    )
+    c.text(776, 28, "engine", "dim", "end", font_size=11)
     c.rect(436, top - 4, 222, 2 * high + 18, "edge", rx=6)
     c.rect(437, top - 3, 220, 2 * high + 16, "ground", rx=5)
     middle = top + high / 2
@@ -202,8 +193,6 @@ def place(number: str):
     c.text(10, middle + 4, "prompts", "dim", font_size=11)
     c.text(802, middle + 4, "answers", "dim", font_size=11)
     for n, (name, x, row) in PLACES.items():
-        if row < 0:
-            continue
         y = top + row * (high + 8)
         c.rect(x, y, wide, high, kind(n), rx=4)
         c.text(

@@ -1,4 +1,4 @@
-"""What chapters 11, 73 and 76 and the tests try schedulers with: a model that costs nothing, the loop around it, and pictures of what each step did."""
+"""What chapters 09, 73 and 76 and the tests try schedulers with: a model that costs nothing, the loop around it, and pictures of what each step did."""
 
 import sys
 from array import array

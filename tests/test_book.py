@@ -272,7 +272,7 @@ def test_the_emptied_edition(edition):
         "pyproject.toml",
         "tests/invariants.py",
         "tests/gguf_files.py",
-    )  # what first cells and chapter 15 read
+    )  # what first cells and chapter 14 read
     assert all((edition / name).is_file() for name in beside)
     made = [edition / p.relative_to(ROOT) for p in BOOK["spine"]()]
     assert not any("BEGIN SOLUTION" in p.read_text(encoding="utf-8") for p in made)

@@ -177,7 +177,7 @@ def test_page_of_a_notebook(path, pages):
 
 @needs_docs
 def test_pages_link_to_terms_chapters_and_files(pages):
-    links = pages["2_core/12_attention.html"].links
+    links = pages["2_core/10_attention.html"].links
     assert any(x.startswith("../reference/82_glossary.html#") for x in links)
     assert "../1_basics/01_prefill.html" in links
     policies = pages["2_core/76_policies.html"].text
@@ -204,7 +204,7 @@ def test_search_finds_a_chapter(site, browser):
     page = browser.new_page()
     page.goto((site / "search.html").as_uri() + "?q=preemption")
     page.wait_for_selector("ul.search li a", timeout=15_000)
-    assert page.locator('ul.search li a[href*="11_scheduler"]').count()
+    assert page.locator('ul.search li a[href*="09_scheduler"]').count()
     page.close()
 
 
