@@ -22,12 +22,12 @@ from ..core.ledger import Ledger
 from ..core.request import Request
 from ..core.runners import PackedRunner
 from ..core.scheduler import Scheduler, root_of
-from ..errors import BatchError, ModelError, Unavailable
+from ..errors import BatchError, ModelError
 from .config import model_state, select_runner, weights_digest
 from .loaded import LoadedModel, trim_memory
 from .pacing import Pace
 from .rectangle import PaddedRunner, PaddedScheduler, SoloRunner
-from .store import PrefixStore, WeightWatch, facts_of_model, open_store
+from .store import PrefixStore, facts_for_store, open_store
 from ..machine import release_threads
 
 log = logging.getLogger("batchlab")
@@ -104,14 +104,15 @@ class Engines(dict[str, Engine]):
         loaded, model = self.loaded, self.loaded.model
         self.state, self.opened = {}, None  # should it fail, the next call tries again
         self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
-        facts = self._facts()
-        before = WeightWatch(model, facts["weights"]) if facts else None
+        known = facts_for_store(loaded)
         loaded.probe()
         backend = loaded.backend
         if self.adapters is not None:
             self.adapters.bind(backend, loaded.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
-        self.store = self._find_store(facts, before)
+        self.store = open_store(loaded, known, self.fixed)
+        if self.store is not None and self.adapters is not None:
+            self.adapters.by_content = True
         self.proposer, text_limit = self.attach()
         trim_memory(cuda=False)  # what loading, trials and packing took and freed
         loaded.choose_limits(text_limit)
@@ -175,6 +176,11 @@ class Engines(dict[str, Engine]):
         self.keep_blocks()
         for e in self.values():
             e.scheduler.pool.forget()
+
+    def keep_blocks(self) -> None:
+        "Write what is left in the blocks into the store, if there is one. Never fails."
+        if self.store is not None:
+            self.store.keep([e.scheduler.pool for e in list(self.values())])
 
     def release(self) -> None:
         "Give back the memory of keys and values, and of adapters."
@@ -287,45 +293,3 @@ class Engines(dict[str, Engine]):
             pace.note(*engine.scheduler.shares, took)
             if engine.scheduler.proposer is not None:
                 engine.scheduler.proposer.timed(took)
-
-    # the prefix store
-
-    def _facts(self) -> dict[str, Any] | None:
-        "The facts of the model that keys and values depend on, if there is to be a store for them."
-        if self.loaded.settings.prefix_store is None:
-            return None
-        try:
-            return facts_of_model(self.loaded.model)
-        except Unavailable as e:
-            log.warning("the prefix store is off: %s", e)
-        return None
-
-    def _find_store(
-        self, facts: dict[str, Any] | None, before: WeightWatch | None
-    ) -> PrefixStore | None:
-        "The store for the model and its backend; None if it has none. `before`: see `open_store`."
-        loaded = self.loaded
-        if facts is None:
-            return None
-        if not loaded.shapes or not loaded.causal:
-            log.warning("the prefix store is off: this model keeps no keys and values in blocks")
-            return None
-        if self.adapters is not None:
-            self.adapters.by_content = True
-        try:
-            model, backend = loaded.model, loaded.backend
-            return open_store(
-                loaded.settings, facts, model, backend, fixed=self.fixed, before=before
-            )
-        except Unavailable as e:
-            log.warning("the prefix store is off: %s", e)
-        return None
-
-    def keep_blocks(self) -> None:
-        "Write what is left in the blocks into the store, if there is one. Never fails."
-        for e in list(self.values()):
-            try:
-                if self.store is not None and e.scheduler.pool.tier is self.store:
-                    self.store.keep(e.scheduler.pool)
-            except Exception as error:
-                log.warning("prefixes are not kept: %s: %s", type(error).__name__, error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib, inspect, json, logging, os, platform, threading, time, types, weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -25,7 +25,7 @@ from ..core.cache import KVCache
 from ..core.runners import PackedRunner
 from ..errors import Option, ParamError, Unavailable
 from .kvfiles import BlockFiles
-from .settings import LLMSettings
+from .loaded import LoadedModel
 from ..machine import cpu_name, processor_flags
 
 log = logging.getLogger("batchlab")
@@ -33,7 +33,7 @@ log = logging.getLogger("batchlab")
 # %% auto #0
 __all__ = ['log', 'QUEUE', 'LOADS', 'weights_fingerprint', 'WeightWatch', 'code_of', 'own_code', 'facts_of_model', 'precision',
            'facts_of_machine', 'facts_of_backend', 'world_of', 'Costs', 'Waiting', 'BlockWriter', 'Loaded',
-           'PrefixStore', 'open_store']
+           'PrefixStore', 'ModelFacts', 'facts_for_store', 'open_store']
 
 # %% ../../nbs/4_llm/store.ipynb #241f2f3c
 _PIECE = 2**23
@@ -605,9 +605,17 @@ class PrefixStore:
             )
         self.writer.confirm_rarely()
 
-    def keep(self, pool: BlockPool) -> None:
-        """Write what is on its way, then what `pool` has that nobody holds, as far as there is room
-        for it. Call it where no step runs."""
+    def keep(self, pools: Iterable[BlockPool]) -> None:
+        """Write what is on its way, then what those of `pools` that it serves have and nobody holds,
+        as far as there is room for it. Call it where no step runs. Never fails."""
+        for pool in pools:
+            try:
+                if pool.tier is self:
+                    self._keep(pool)
+            except Exception as e:
+                log.warning("prefixes are not kept: %s: %s", type(e).__name__, e)
+
+    def _keep(self, pool: BlockPool) -> None:
         self.writer.confirm()
         self.writer.flush()
         self.patient, self.burst, self.depth = True, time.time_ns(), 0
@@ -618,21 +626,41 @@ class PrefixStore:
             self.patient = False
 
 # %% ../../nbs/4_llm/store.ipynb #f2302e74
-def open_store(
-    settings: LLMSettings,
-    facts: dict[str, Any],
-    model: PreTrainedModel,
-    backend: Backend,
-    fixed: bool,
-    before: WeightWatch | None = None,
-) -> PrefixStore:
-    """The store that `settings` name, of `model`, of which `facts` are known, on `backend`.
-    `fixed`: nobody can change its weights from now on. `before`: made with the `facts`; where the weights were rewritten
-    since then, as for the backend, they are watched as they are now. Raises `ParamError`."""
+class ModelFacts(NamedTuple):
+    "The facts of a model before a backend takes its weights, and a watch on these."
+
+    facts: dict[str, Any]
+    watch: WeightWatch
+
+
+def facts_for_store(loaded: LoadedModel) -> ModelFacts | None:
+    """The facts of `loaded`, if its settings ask for a store. Where they can't be known there is
+    none, and that is said."""
+    if loaded.settings.prefix_store is None:
+        return None
+    try:
+        facts = facts_of_model(loaded.model)
+    except Unavailable as e:
+        log.warning("the prefix store is off: %s", e)
+        return None
+    return ModelFacts(facts, WeightWatch(loaded.model, facts["weights"]))
+
+
+def open_store(loaded: LoadedModel, known: ModelFacts | None, fixed: bool) -> PrefixStore | None:
+    """The store of `loaded`, on its backend; None without facts that are `known`, and where the
+    model has nothing to keep, which is said.
+
+    `fixed`: nobody can change its weights from now on. Otherwise they are watched: as they were
+    when they became known or, where they were rewritten since then, as for the backend, as they
+    are now. Raises `ParamError`."""
+    if known is None:
+        return None
+    if not loaded.shapes or not loaded.causal:
+        log.warning("the prefix store is off: this model keeps no keys and values in blocks")
+        return None
+    settings, model, backend = loaded.settings, loaded.model, loaded.backend
     root, limit = settings.prefix_store, settings.prefix_store_bytes
     assert root is not None and limit is not None
-    ways = facts_of_backend(backend, settings.quantization)
-    world = world_of(facts, facts_of_machine(model.device), ways)
     block_bytes = backend.make_cache(1).block_bytes
     if limit < 2 * block_bytes:
         raise ParamError(
@@ -646,7 +674,12 @@ def open_store(
         backend=backend.name,
         quantization=settings.quantization or "",
     )
-    files = BlockFiles(Path(root), world, limit, about)
-    same = before is not None and before.quick()
-    watch = None if fixed else WeightWatch(model, facts["weights"] if same else None)
-    return PrefixStore(files, watch)
+    try:
+        ways = facts_of_backend(backend, settings.quantization)
+        world = world_of(known.facts, facts_of_machine(model.device), ways)
+        files = BlockFiles(Path(root), world, limit, about)
+        seen = known.facts["weights"] if known.watch.quick() else None
+        return PrefixStore(files, None if fixed else WeightWatch(model, seen))
+    except Unavailable as e:
+        log.warning("the prefix store is off: %s", e)
+    return None
