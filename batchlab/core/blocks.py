@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['KVBudget', 'Block', 'shared_length', 'Hit', 'BlockIndex', 'Tier', 'BlockPool']
+__all__ = ['Block', 'shared_length', 'Hit', 'BlockIndex', 'KVBudget', 'Tier', 'BlockPool']
 
 # %% ../../nbs/2_core/08_blocks.ipynb #blk00007
 import math
@@ -17,45 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .hashes import content_hash
-
-# %% ../../nbs/2_core/08_blocks.ipynb #4af0c6a6
-class KVBudget:
-    """The tokens of KV that all engines of an `LLM` may hold together: `limit`, or None for any
-    number.
-
-    `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give
-    back what is idle with others than `owner`."""
-
-    def __init__(
-        self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None
-    ) -> None:
-        self.limit = limit
-        self.on_short = on_short
-        self.claims: dict[Hashable, int] = {}
-
-    def left(self, owner: Hashable) -> float:
-        """How many tokens `owner` may hold in all, as far as the others leave them; infinity
-        without a limit."""
-        if self.limit is None:
-            return math.inf
-        return self.limit - sum(n for o, n in self.claims.items() if o != owner)
-
-    def has_room(self, owner: Hashable, tokens: int) -> bool:
-        """Whether `owner` may hold `tokens` in all, if need be once others have given back what is
-        idle."""
-        if tokens > self.left(owner) and self.on_short is not None:
-            self.on_short(owner)
-        return tokens <= self.left(owner)
-
-    def claim(self, owner: Hashable, tokens: int) -> bool:
-        """Let `owner` hold `tokens` in all. Returns whether there was room."""
-        if not self.has_room(owner, tokens):
-            return False
-        if tokens:
-            self.claims[owner] = tokens
-        else:
-            self.claims.pop(owner, None)
-        return True
 
 # %% ../../nbs/2_core/08_blocks.ipynb #c4493a25
 @dataclass(slots=True, eq=False)
@@ -177,6 +138,45 @@ class BlockIndex:
             if len(held) > n and held[n] == ids[n] and held[:n] == ids[:n]:
                 n, best = shared_length(held, ids), i
         return n, best
+
+# %% ../../nbs/2_core/08_blocks.ipynb #4af0c6a6
+class KVBudget:
+    """The tokens of KV that all engines of an `LLM` may hold together: `limit`, or None for any
+    number.
+
+    `claims`: what each owner holds. `on_short(owner)`: called when a claim does not fit, to give
+    back what is idle with others than `owner`."""
+
+    def __init__(
+        self, limit: int | None = None, on_short: Callable[[Hashable], None] | None = None
+    ) -> None:
+        self.limit = limit
+        self.on_short = on_short
+        self.claims: dict[Hashable, int] = {}
+
+    def left(self, owner: Hashable) -> float:
+        """How many tokens `owner` may hold in all, as far as the others leave them; infinity
+        without a limit."""
+        if self.limit is None:
+            return math.inf
+        return self.limit - sum(n for o, n in self.claims.items() if o != owner)
+
+    def has_room(self, owner: Hashable, tokens: int) -> bool:
+        """Whether `owner` may hold `tokens` in all, if need be once others have given back what is
+        idle."""
+        if tokens > self.left(owner) and self.on_short is not None:
+            self.on_short(owner)
+        return tokens <= self.left(owner)
+
+    def claim(self, owner: Hashable, tokens: int) -> bool:
+        """Let `owner` hold `tokens` in all. Returns whether there was room."""
+        if not self.has_room(owner, tokens):
+            return False
+        if tokens:
+            self.claims[owner] = tokens
+        else:
+            self.claims.pop(owner, None)
+        return True
 
 # %% ../../nbs/2_core/08_blocks.ipynb #0d6252cc
 class Tier(Protocol):

@@ -19,17 +19,7 @@ from .scheduler import Scheduler
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'out_of_memory', 'take_rows', 'sum_ledgers', 'parts_of', 'outputs_in_order', 'Engine']
-
-# %% ../../nbs/2_core/07_step.ipynb #4de86b10
-def out_of_memory(e: BaseException) -> bool:
-    "Whether exception `e` says that memory ran out, on any device."
-    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(e, RuntimeError)
-        and any(
-            s in str(e) for s in ("not enough memory", "can't allocate memory", "out of memory")
-        )
-    )
+__all__ = ['log', 'take_rows', 'sum_ledgers', 'out_of_memory', 'parts_of', 'outputs_in_order', 'Engine']
 
 # %% ../../nbs/2_core/07_step.ipynb #3b751c28
 def take_rows(plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
@@ -41,6 +31,16 @@ def take_rows(plan: StepPlan, outputs: torch.Tensor) -> list[RowOutput]:
 def sum_ledgers(ledgers: Sequence[Ledger]) -> Ledger:
     "One `Ledger` with the sums of all."
     return Ledger(*map(sum, zip(*(vars(l).values() for l in ledgers))))
+
+# %% ../../nbs/2_core/07_step.ipynb #4de86b10
+def out_of_memory(e: BaseException) -> bool:
+    "Whether exception `e` says that memory ran out, on any device."
+    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(e, RuntimeError)
+        and any(
+            s in str(e) for s in ("not enough memory", "can't allocate memory", "out of memory")
+        )
+    )
 
 # %% ../../nbs/2_core/07_step.ipynb #7ask0011
 def parts_of(plan: StepPlan) -> list[StepPlan]:

@@ -16,16 +16,7 @@ from .ledger import Ledger
 from ..errors import BatchError
 
 # %% auto #0
-__all__ = ['check_batch', 'Runner', 'PackedRunner']
-
-# %% ../../nbs/2_core/runners.ipynb #cb425002
-def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
-    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see
-    both ways; without `adapters`: for rows that have one)."""
-    if any(batch.adapters) and not adapters:
-        raise BatchError(f"a row asks for adapter {max(batch.adapters)}, and {runner} has none")
-    if causal and not batch.causal:
-        raise BatchError(f"rows that see both ways do not run with {runner}: take PackedRunner")
+__all__ = ['Runner', 'check_batch', 'PackedRunner']
 
 # %% ../../nbs/2_core/runners.ipynb #2aa1ebd6
 class Runner(Protocol):
@@ -46,6 +37,15 @@ class Runner(Protocol):
     def nbytes(self) -> int:
         "Bytes of KV."
         ...
+
+# %% ../../nbs/2_core/runners.ipynb #cb425002
+def check_batch(batch: Batch, runner: str, causal: bool = True, adapters: bool = False) -> None:
+    """Raise `BatchError` if `batch` asks for what a runner can't do (`causal`: for rows that see
+    both ways; without `adapters`: for rows that have one)."""
+    if any(batch.adapters) and not adapters:
+        raise BatchError(f"a row asks for adapter {max(batch.adapters)}, and {runner} has none")
+    if causal and not batch.causal:
+        raise BatchError(f"rows that see both ways do not run with {runner}: take PackedRunner")
 
 # %% ../../nbs/2_core/runners.ipynb #60ab8f54
 class PackedRunner:

@@ -142,33 +142,6 @@ def worth_waiting(r: Request, num_cached: int, chunk_size: int, coming: set[Name
     shortest = num_cached - k * chunk_size + 1
     return any((r.hashes[k - 1], tuple(ends[:m])) in coming for m in range(shortest, len(ends) + 1))
 
-# %% ../../nbs/2_core/09_scheduler.ipynb #3c07328d
-def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
-    "Give `r` its new tokens: the reason to end, and the error if it is one."
-    if out.error:
-        return "error", out.error
-    for token, logprobs in zip(out.token_ids, out.logprobs or [None] * len(out.token_ids)):
-        try:
-            reason = r.append(token, logprobs)
-        except Exception as e:
-            return "error", f"its text failed with {type(e).__name__}: {e}"
-        if reason:
-            return reason, None
-    return out.finish_reason, None
-
-
-def _count(ledger: Ledger, row: Row, accepted: int = 0) -> None:
-    """Count the positions of `row`, of whose drafts so many were `accepted`: those that its request
-    never had computed before are useful."""
-    rejected = len(row.draft_ids) - accepted
-    end = row.start + row.n_tokens - rejected
-    new = max(0, end - max(row.request.num_seen, row.start))
-    ledger.useful += new
-    ledger.recomputed += row.n_tokens - rejected - new
-    ledger.rejected += rejected
-    ledger.drafted += len(row.draft_ids)
-    row.request.num_seen = max(row.request.num_seen, end)
-
 # %% ../../nbs/2_core/09_scheduler.ipynb #71923ba9
 class SafeProposer:
     """A `proposer` whose exceptions cost guesses and nothing else: the first is logged.
@@ -413,6 +386,33 @@ class StepPlanner:
                 row.draft_ids, row.n_tokens = ids, 1 + len(ids)
                 proposer.taken(r, len(ids))
                 self.budget -= len(ids)
+
+# %% ../../nbs/2_core/09_scheduler.ipynb #3c07328d
+def _append(r: Request, out: RowOutput) -> tuple[str | None, str | None]:
+    "Give `r` its new tokens: the reason to end, and the error if it is one."
+    if out.error:
+        return "error", out.error
+    for token, logprobs in zip(out.token_ids, out.logprobs or [None] * len(out.token_ids)):
+        try:
+            reason = r.append(token, logprobs)
+        except Exception as e:
+            return "error", f"its text failed with {type(e).__name__}: {e}"
+        if reason:
+            return reason, None
+    return out.finish_reason, None
+
+
+def _count(ledger: Ledger, row: Row, accepted: int = 0) -> None:
+    """Count the positions of `row`, of whose drafts so many were `accepted`: those that its request
+    never had computed before are useful."""
+    rejected = len(row.draft_ids) - accepted
+    end = row.start + row.n_tokens - rejected
+    new = max(0, end - max(row.request.num_seen, row.start))
+    ledger.useful += new
+    ledger.recomputed += row.n_tokens - rejected - new
+    ledger.rejected += rejected
+    ledger.drafted += len(row.draft_ids)
+    row.request.num_seen = max(row.request.num_seen, end)
 
 # %% ../../nbs/2_core/09_scheduler.ipynb #61f71b69
 class Scheduler:
