@@ -177,5 +177,14 @@ def noting(found):
 
 
 def json_lines(text):
-    "The value of each line of `text`."
-    return [*map(json.loads, text.strip().split("\n"))]
+    "The value of each line of `text` that is not empty."
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def raising(error):
+    "A function that raises `error`, whatever it is given."
+
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
