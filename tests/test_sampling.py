@@ -132,11 +132,9 @@ def reference(logits, row):
 
 
 def any_params(rng, V):
-    "Random settings, all kinds together."
+    "Random settings: all kinds together, or one alone."
     r = rng.choice
-    return SamplingParams(
-        seed=rng.randrange(99),
-        temperature=r([0, 0.3, 0.7, 1.0, 1.5, 3.0]),
+    kinds = dict(
         top_p=r([1.0, 0.1, 0.5, 0.9, 0.99]),
         top_k=r([0, 1, 3, 40, 200]),
         min_p=r([0, 0, 0.05, 0.3]),
@@ -150,6 +148,10 @@ def any_params(rng, V):
         logit_bias=r([None, {9: 3.0, 11: -100}]),
         allowed_token_ids=r([None, None, rng.sample(range(V), V // 2)]),
     )
+    if rng.random() < 0.5:
+        kinds = dict([r([*kinds.items()])])
+    temperature = r([0, 0.3, 0.7, 1.0, 1.5, 3.0])
+    return SamplingParams(seed=rng.randrange(99), temperature=temperature, **kinds)
 
 
 def any_row(rng, V):
