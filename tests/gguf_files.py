@@ -1,10 +1,12 @@
 "Write models of transformers as GGUF files, with the keys and tensors that llama.cpp's converter gives each family."
 
+import functools
+
 import gguf
 import numpy as np
 import torch
 
-from batchlab.models import tiny_tokenizer
+from batchlab.models import tiny_model, tiny_tokenizer
 
 BASE = """block_count context_length embedding_length feed_forward_length attention.head_count
     attention.head_count_kv """
@@ -206,3 +208,17 @@ def gguf_file(path, model, metadata=None, tensors=None, **options):
     said = {arch + k if k[0] == "." else k: v for k, v in said.items() if v is not None}
     held = {k: x for k, x in (weights(model) | (tensors or {})).items() if x is not None}
     return write(path, arch, said, held, **options)
+
+
+SIZES = dict(qwen3=dict(head_dim=128))
+
+
+def files_of_families(tmp_path_factory):
+    "`file_of(arch, form)`: the file of a tiny model in bf16, its matrices in `form`, made once."
+
+    @functools.cache
+    def file_of(arch, form="Q4_0"):
+        model = tiny_model(arch, **SIZES.get(arch, {})).to(torch.bfloat16)
+        return gguf_file(tmp_path_factory.mktemp(arch) / "m.gguf", model, form=form, outer="Q8_0")
+
+    return file_of

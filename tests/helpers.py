@@ -163,3 +163,28 @@ def longrope():
     return tiny_model(
         "phi3", seed=3, max_position_embeddings=128, rope_parameters=rope | switch, **switch
     )
+
+
+def drain(llm):
+    "Make steps of `llm` until nothing is left to do."
+    while llm.step():
+        pass
+
+
+def noting(found):
+    "A listener that keeps what ended, `{id: output}`, in `found`."
+    return lambda e: e.finished and found.update({e.request_id: e.output})
+
+
+def json_lines(text):
+    "The value of each line of `text` that is not empty."
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def raising(error):
+    "A function that raises `error`, whatever it is given."
+
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail

@@ -1,6 +1,6 @@
 "The small engine of part I: its tokens are the oracle's and transformers' `generate`, whatever the mix; slots, streams, threads."
 
-import json, random, re, sys, threading, time, types
+import functools, json, random, re, sys, threading, time, types
 from pathlib import Path
 
 import pytest, torch
@@ -10,21 +10,15 @@ from batchlab.basics.padding import PaddedEngine
 from batchlab.basics.prefill import SoloEngine, Session, eos_ids_of, generate_naive
 from batchlab.basics.prefix import PrefixEngine, chunk_keys, common_length, common_prefix
 from batchlab.basics.ragged import RaggedEngine
-from batchlab.basics.slots import PrefixIndex, SlotBatch, SlotEngine
+from batchlab.basics.slots import SlotBatch, SlotEngine
 from batchlab.errors import EngineError, PromptError
 from batchlab.models import tiny_model
-from helpers import draws
+from helpers import draws, in_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "gpt_neox", "bloom", "mamba")
 FOLDER = Path(__file__).resolve().parents[1] / "batchlab/basics"
-MODELS = {}
-
-
-def model(family):
-    if family not in MODELS:
-        MODELS[family] = tiny_model(family)
-    return MODELS[family]
+model = functools.cache(tiny_model)
 
 
 def generated(m, prompt, n):
@@ -132,21 +126,6 @@ def test_a_slot_that_was_taken_again_is_not_found_under_what_it_had():
     assert batch.index.find(shared) == (0, 0) and batch.index.find([200] * 20) == (0, 20)
 
 
-def test_an_index_is_as_large_as_what_the_slots_have(monkeypatch):
-    hashed = []
-    spy = lambda ids, **more: hashed.extend(ids[: len(ids) // 16 * 16]) or chunk_keys(ids, **more)
-    monkeypatch.setattr("batchlab.basics.slots.chunk_keys", spy)
-    index, text = PrefixIndex(2), [*range(70)]
-    for token in text:
-        index.keep(0, [token])
-    assert hashed == text[:64]  # each chunk once
-    index.keep(1, text[:40])  # the same chunks, which lead to slot 1 now
-    assert index.find([*text, 1]) == (0, 70) and len(index.holders) == 4
-    index.clear(1)
-    index.clear(0)
-    assert not index.holders and [slot.version for slot in index.slots] == [1, 1]
-
-
 def test_prefixes_exact_to_the_token():
     assert common_length([1, 2, 3], [1, 2, 4, 5]) == 2 and common_length([], [1]) == 0
     assert common_prefix([[1] * 40, [1] * 33 + [2]]) == 32 and common_prefix([[5]]) == 0
@@ -205,20 +184,13 @@ def test_streams_and_callbacks():
 
 def test_a_thread_runs_it_and_ends():
     m, eos = model("llama"), eos_ids_of(model("llama"))
-    engine, answers = SlotEngine(m, 3), {}
+    engine = SlotEngine(m, 3)
     engine.start()
     with pytest.raises(EngineError, match="runs already"):
         engine.start()
-
-    def ask(i):
-        answers[i] = engine.wait(engine.add_request([i + 1] * (i + 2), 5))
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert answers == {i: generate_naive(m, [i + 1] * (i + 2), 5, eos) for i in range(6)}
+    prompts = [[i + 1] * (i + 2) for i in range(6)]
+    ask = lambda prompt: lambda: engine.wait(engine.add_request(prompt, 5))
+    assert in_threads(*map(ask, prompts)) == [generate_naive(m, p, 5, eos) for p in prompts]
     endless = engine.add_request([1], 250, eos_ids=())
     engine.stop()
     engine.stop()  # again does nothing

@@ -4,7 +4,7 @@ import functools, json, math, random
 
 import numpy as np, pytest, torch
 
-from helpers import same
+from helpers import json_lines, raising, same
 from batchlab.tasks.choices import choose
 from batchlab.errors import ModelError, ParamError
 from batchlab.api import LLM
@@ -92,6 +92,8 @@ def test_modes_report_what_the_row_drew_from():
         rows = make(logprobs=3, logprobs_mode=mode)
         single = [sample(x[b : b + 1], [r]).logprobs[0] for b, r in enumerate(rows)]
         assert single == got.logprobs, "the same bits alone and in company"
+    every = sample(x, make(logprobs=-1)).logprobs
+    assert [len(d) for d in every] == [300] * len(settings)
     modes = None, "processed_logits"
     drawn = [sample(x, make(logprobs=0, logprobs_mode=m)).token_ids for m in modes]
     assert drawn[0] == drawn[1], "what is reported changes nothing of what is drawn"
@@ -104,11 +106,38 @@ def test_the_llms_mode_holds_unless_a_request_has_its_own():
     assert sum(math.exp(l.logprob) for l in a.outputs[0].logprobs[0].values()) == near(1, 1e-5)
     [t] = b.outputs[0].token_ids
     assert b.outputs[0].logprobs[0][t].logprob == near(alone(tiny(), [5, 6, 7])[-1, t].item())
-    for bad in ("raw", "processed", None, 1):
-        with pytest.raises(ParamError, match="raw_logprobs.*processed_logits"):
-            LLM(tiny(), logprobs_mode=bad)
-    with pytest.raises(ParamError, match="logprobs_mode"):
-        SamplingParams(logprobs_mode="logprobs")
+
+
+REFUSED = r"""
+[{"logprobs_mode": "raw"}, "raw_logprobs.*processed_logits"]
+[{"logprobs_mode": 1}, "raw_logprobs.*processed_logits"]
+[{"prompt_logprobs": 0, "prompt_logprob_start": -1}, "prompt_logprob_start"]
+[{"prompt_logprobs": 0, "prompt_logprob_start": 1.5}, "prompt_logprob_start"]
+[{"prompt_logprobs": 0, "prompt_logprob_start": "a"}, "prompt_logprob_start"]
+[{"prompt_logprobs": 0, "prompt_logprob_start": null}, "prompt_logprob_start"]
+[{"prompt_logprob_start": 2}, "none are asked for"]
+[{"logprob_token_ids": 7}, "logprob_token_ids must be a list"]
+"""
+
+
+@pytest.mark.parametrize("settings, words", json_lines(REFUSED), ids=str)
+def test_settings_that_make_no_sense_are_refused(settings, words):
+    with pytest.raises(ParamError, match=words):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(
+    "wrong, why",
+    [
+        *[(x, "must be a list") for x in ("yes", {"a": 1}, None)],
+        *[(["a", 3], "choice 1 must be"), ([None], "choice 0 must be"), ([b"a"], "choice 0 must")],
+        *[([], "no choices"), (["a", ""], "choice 1 is empty"), (["a", "a"], "twice")],
+        ([["a"], ["b"]], "2 lists of choices for 1"),
+    ],
+)
+def test_choices_that_cannot_be_compared(wrong, why):
+    with pytest.raises(ParamError, match=why):
+        an_llm().choose(["x"], wrong)
 
 
 def test_choices_held_to_a_grammar_are_likely_among_themselves():
@@ -138,8 +167,6 @@ def test_logprob_token_ids_are_exactly_those_and_the_sampled_one():
             assert all(l.logprob == near(lp[n + t, j].item()) for j, l in d.items())
     out = llm.generate(prompts[0], dict(GREEDY, logprob_token_ids=[5, 99_999]))[0]
     assert "logprob_token_ids has token ids [99999]" in out.error
-    with pytest.raises(ParamError, match="logprob_token_ids must be a list"):
-        SamplingParams(logprob_token_ids=7)
 
 
 # prompts from a position on
@@ -159,13 +186,17 @@ WAYS = dict(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_prompt_logprobs_from_a_position_on(way):
-    rng = random.Random(way)
+    "By the first of the answers, and of no more positions than are asked for."
+    rng, counts = random.Random(way), []
     llm, prompts = an_llm(**WAYS[way]), rows_of(rng, 12, 70)
+    note = lambda _, event, x: event == "schedule" and counts.extend(r.num_logits for r in x.rows)
+    llm.watchers.append(note)
     for _ in range(2):  # cold, then cached
         starts = [rng.choice([0, len(p) - 1, rng.randrange(len(p)), 64, 63, 65]) for p in prompts]
         ask = lambda s: dict(
-            GREEDY, max_tokens=rng.randint(1, 4), prompt_logprobs=2, prompt_logprob_start=s
+            seed=1, max_tokens=2, n=2, ignore_eos=True, prompt_logprobs=2, prompt_logprob_start=s
         )
+        counts.clear()
         outs = llm.generate(prompts, [*map(ask, starts)])
         for p, s, out in zip(prompts, starts, outs):
             assert not out.error and len(out.prompt_logprobs) == len(p)
@@ -174,6 +205,8 @@ def test_prompt_logprobs_from_a_position_on(way):
             assert out.num_cached_tokens <= s
     if way in ("auto", "torch"):  # hits reach the position
         assert max(o.num_cached_tokens - s for o, s in zip(outs, starts)) == 0
+        due = sum(len(p) - s for p, s in zip(prompts, starts))
+        assert sum(counts) == due + (2 + 2 - 1) * len(prompts)
 
 
 def test_scores_of_a_prompt_are_the_same_in_pieces():
@@ -212,27 +245,11 @@ def test_a_hit_ends_before_the_position_and_is_shared_in_one_call():
     assert again.num_cached_tokens == 0 and told(again)[1:] == near(by_hand(tiny(), prompts[0], 1))
 
 
-def test_a_step_gives_the_logits_of_the_positions_that_are_asked_for_alone():
-    llm, counts = an_llm(compile=False, max_num_seqs=4, max_num_batched_tokens=20), []
-    note = lambda _, event, x: event == "schedule" and counts.extend(r.num_logits for r in x.rows)
-    llm.watchers.append(note)
-    prompts = rows_of(random.Random(3), 8)
-    ask = lambda p: dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=len(p) - 2)
-    llm.generate(prompts, [*map(ask, prompts)])
-    assert sum(counts) == 2 * len(prompts)
-
-
-def test_a_start_is_checked():
-    llm = an_llm()
-    out = llm.generate([[5, 6, 7]], dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=3))[0]
-    assert "prompt_logprob_start must be below 3" in out.error
-    for bad in (-1, 1.5, "a", None):
-        with pytest.raises(ParamError, match="prompt_logprob_start"):
-            SamplingParams(prompt_logprobs=0, prompt_logprob_start=bad)
-    with pytest.raises(ParamError, match="none are asked for"):
-        SamplingParams(prompt_logprob_start=2)
+def test_a_start_behind_the_prompt_is_an_error():
+    how = dict(GREEDY, prompt_logprobs=0, prompt_logprob_start=3)
+    assert "prompt_logprob_start must be below 3" in an_llm().generate([[5, 6, 7]], how)[0].error
     with pytest.raises(ParamError, match="start"):
-        llm.logprobs([[5, 6]], start=0)
+        an_llm().logprobs([[5, 6]], start=0)
 
 
 def test_score_from_a_token_on():
@@ -240,13 +257,6 @@ def test_score_from_a_token_on():
     whole, part = llm.logprobs(prompts), llm.logprobs(prompts, start=41)
     assert [s.logprobs[40:] for s in whole] == [near(s.logprobs, 1e-5) for s in part]
     assert [len(s.logprobs) for s in whole] == [len(p) - 1 for p in prompts]
-
-
-def test_only_the_first_of_several_answers_tells_of_the_prompt():
-    llm, prompt = an_llm(compile=False), [*range(10, 90)]
-    [out] = llm.generate([prompt], SamplingParams(n=4, seed=1, max_tokens=3, prompt_logprobs=0))
-    assert told(out)[1:] == near(by_hand(tiny(), prompt, 1))
-    assert llm.ledger.useful < 80 + 4 * 8, "the others share it"
 
 
 # whole choices
@@ -346,21 +356,7 @@ def test_conversations_and_ends(smol):
             assert told[-1] == near(alone(smol.model, head + ids)[-2, eos].item(), 1e-3)
 
 
-@pytest.mark.parametrize(
-    "wrong, why",
-    [
-        *[(x, "must be a list") for x in ("yes", {"a": 1}, None)],
-        *[(["a", 3], "choice 1 must be"), ([None], "choice 0 must be"), ([b"a"], "choice 0 must")],
-        *[([], "no choices"), (["a", ""], "choice 1 is empty"), (["a", "a"], "twice")],
-        ([["a"], ["b"]], "2 lists of choices for 1"),
-    ],
-)
-def test_choices_that_cannot_be_compared(wrong, why):
-    with pytest.raises(ParamError, match=why):
-        an_llm().choose(["x"], wrong)
-
-
-def test_what_is_wrong_with_one_prompt_is_its_own_error():
+def test_what_is_wrong_with_one_prompt_is_its_own_error(caplog):
     llm, why = an_llm(), {1: "no choices", 2: "choice 1 is empty", 3: "9999", 5: "tokens"}
     prompts = ["x", "y", "z", [5, 9999], "w", "long " * 3000]
     outs = llm.choose(prompts, [["a"], [], ["a", ""], ["b"], ["c", [7]], ["d"]])
@@ -370,18 +366,10 @@ def test_what_is_wrong_with_one_prompt_is_its_own_error():
             assert (o.best, o.logprobs, o.probabilities) == (None, {}, {})
         else:
             assert not o.error and repr(o.best) in repr(o)
+    (said,) = [r.getMessage() for r in caplog.records if "failed" in r.getMessage()]
+    assert said.startswith("4 of 6 requests") and "outputs[1]" in said and "outputs[5]" in said
     assert llm.choose([], ["a"]) == []
     assert list(outs[4].token_ids) == ["c", (7,)]
-
-
-def test_failures_are_logged_as_of_prompts(caplog):
-    outs = an_llm(max_model_len=32).choose(["a", [5, 9999], "long " * 30, "c"], ["yes", "no"])
-    assert [bool(o.error) for o in outs] == [False, True, True, False]
-    (said,) = [r.getMessage() for r in caplog.records if "failed" in r.getMessage()]
-    assert said.startswith("2 of 4 requests") and "outputs[1]" in said and "outputs[2]" in said
-    caplog.clear()
-    assert an_llm().choose(["a", "b"], [["x"], [""]])[1].error
-    assert "1 of 2 requests failed" in caplog.text
 
 
 def test_a_conversation_in_a_dict_and_choices_in_arrays():
@@ -397,9 +385,7 @@ def test_a_conversation_in_a_dict_and_choices_in_arrays():
 
 
 def test_an_empty_prompt_of_a_model_without_a_first_token(monkeypatch):
-    def none(*_):
-        raise ModelError("this model has no BOS token")
-
+    none = raising(ModelError("this model has no BOS token"))
     encode = lambda tok, text, special=True: tok.encode(text, add_special_tokens=False)
     monkeypatch.setattr("batchlab.tasks.choices.start_token_id", none)
     monkeypatch.setattr("batchlab.tasks.choices.encode_text", encode)
@@ -426,23 +412,11 @@ def test_requests_of_one_step_each_stay_in_memory():
     assert not pool.recent
 
 
-def test_many_prompts_in_little_memory():
-    "A cache that holds a few of them: evictions, and the same numbers."
-    rng, roomy = random.Random(2), an_llm()
-    llm = an_llm(kv_cache_bytes=512 * roomy.limits.kv_bytes_per_token, max_num_seqs=4)
-    prompts = [words(rng, rng.randint(1, 40)) for _ in range(40)]
-    choices = [" sea", " blue and so on", "."]
-    outs = llm.choose(prompts, choices)
-    check(llm, outs[:6])
-    for a, b in zip(outs, roomy.choose(prompts, choices)):
-        for c in choices:
-            assert a.token_logprobs[c] == near(b.token_logprobs[c])
-
-
 # lines, tables of the API, the command line
 
 
-def test_a_line_asks_for_chosen_tokens_and_modes():
+def test_a_line_and_a_command_ask_for_chosen_tokens_and_modes():
+    from batchlab.cli import parse_args
     from batchlab.jobs.lines import parse_line
 
     asked = dict(logprob_token_ids=[5, 9], logprobs_mode="processed_logprobs")
@@ -450,6 +424,9 @@ def test_a_line_asks_for_chosen_tokens_and_modes():
     line = plain(**asked)
     assert (line.failure, line.options) == (None, asked)
     assert "prompt_logprob_start" in plain(prompt_logprob_start=2).failure[1]
+    for mode in LOGPROBS_MODES:
+        flags = ["generate", "x", "--logprobs-mode", mode, "--logprob-token-ids", "5"]
+        assert parse_args(flags).logprobs_mode == mode
 
 
 def test_answers_of_the_api_carry_chosen_tokens():
@@ -466,14 +443,6 @@ def test_answers_of_the_api_carry_chosen_tokens():
         told = answer_body(out, "chat", "1", "m")["choices"][0]["logprobs"]["content"]
         for step, d in zip(told, c.logprobs):
             assert [t["logprob"] for t in step["top_logprobs"]] == [d[i].logprob for i in ids]
-
-
-def test_flags():
-    from batchlab.cli import parse_args
-
-    for mode in LOGPROBS_MODES:
-        asked = parse_args(["generate", "x", "--logprobs-mode", mode, "--logprob-token-ids", "5"])
-        assert asked.logprobs_mode == mode
 
 
 def test_an_environments_fault_is_raised():

@@ -18,7 +18,7 @@ from batchlab.llm.pooling_params import PoolerConfig, PoolingParams
 from batchlab.llm.rectangle import SoloRunner
 from batchlab.models.tiny import tiny_adapter
 from batchlab.tasks.pooling import PoolOptions, pool_prompts
-from helpers import ids, same
+from helpers import drain, ids, longrope, same
 from test_encoders import encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,11 +61,6 @@ def near(got, want, tolerance=1e-4, rtol=1e-3):
     torch.testing.assert_close(got, want, atol=tolerance, rtol=rtol)
 
 
-def drain(llm):
-    while llm.step():
-        pass
-
-
 @pytest.mark.parametrize("compile", [False, "auto"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_vectors_are_those_of_the_model_alone(name, compile):
@@ -104,16 +99,14 @@ def test_classes_are_those_of_the_models_own_head(name):
         want = logits(model, prompt)
         near(torch.tensor(out.outputs.probs), want.softmax(-1), 2e-4)
         near(raw.outputs.data, want, 1e-3)
+    if name == "bert":  # of each token
+        each = make(name, AutoModelForTokenClassification, num_labels=4)
+        [out] = LLM(each).encode(prompts[:1], pooling_task="token_classify")
+        near(out.outputs.data, logits(each, prompts[0]).softmax(-1))
     with pytest.raises(ModelError, match="no task 'score'"):
         llm.score("a", "b")
     with pytest.raises(ModelError, match="no task 'embed'"):
         llm.embed([[5, 6]])
-
-
-def test_tokens_are_classified():
-    model = make("bert", AutoModelForTokenClassification, num_labels=4)
-    [out] = LLM(model).encode([[5, 6, 7]], pooling_task="token_classify")
-    near(out.outputs.data, logits(model, [5, 6, 7]).softmax(-1))
 
 
 def test_a_cross_encoder_gets_the_types_of_a_pair():
@@ -150,8 +143,6 @@ def test_layers_and_positions(name, compile):
             states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
         assert type(out) is PoolingRequestOutput
         near(out.outputs.data, take(torch.stack([h[0] for h in states])), 2e-3, 2e-3)
-    with pytest.raises(ParamError, match="no layer 4"):
-        llm.encode([[5]], dict(layers=[4]))
     assert "no token 4" in llm.encode([[5, 6]], dict(positions=[4]))[0].error
 
 
@@ -185,9 +176,6 @@ def test_scores_are_cosines_and_forms_are_checked():
     want = [float(query @ other) for other in others]
     assert [o.outputs.score for o in many] == pytest.approx(want, abs=1e-6)
     assert len(llm.score(["a", "b"], ["c", "d"])) == 2
-    for wrong in ((["a", "b"], ["c"]), ([], ["c"])):
-        with pytest.raises(PromptError, match="compare"):
-            llm.score(*wrong)
     cut = dict(tokenization_kwargs=dict(truncate_prompt_tokens=-1))
     [long], [fine] = llm.score("x" * 200, ["a"]), llm.score("x" * 200, ["a"], **cut)
     assert "truncate_prompt_tokens" in long.error and math.isnan(long.outputs.score)
@@ -201,12 +189,9 @@ def test_params_and_results():
     v = vector(whole)
     torch.testing.assert_close(vector(cut), F.normalize(v[:16], dim=-1))
     assert cut.outputs.hidden_size == 16 and cut.num_tokens == 3 and not (v.norm() - 1).abs() < 1e-3
-    frame = (
-        embed().to_pandas()
-        if pytest.importorskip("pandas", reason="needs pandas: pip install '.[dev]'")
-        else None
-    )
-    assert [len(x) for x in frame.embedding] == [64, 64]
+    pytest.importorskip("pandas", reason="needs pandas: pip install '.[dev]'")
+    assert [len(x) for x in embed().to_pandas().embedding] == [64, 64]
+    types = AutoModelForSequenceClassification
     for call, error, words in (
         (lambda: embed(dict(dimensions=65)), ParamError, "more than the 64"),
         (lambda: embed([None]), ParamError, "1 pooling"),
@@ -216,6 +201,13 @@ def test_params_and_results():
         (lambda: embed(tokenization_kwargs=dict(padding=True)), ParamError, "padding"),
         (lambda: embed(prompt_name="query"), ParamError, "no prompt"),
         (lambda: llm.embed(["text"]), ModelError, "tokenizer"),
+        (lambda: llm.score(prompts, [[5]]), PromptError, "compare"),
+        (lambda: llm.score([], [[5]]), PromptError, "compare"),
+        (lambda: llm.encode(prompts, dict(layers=[4])), ParamError, "no layer 4"),
+        (lambda: PoolerConfig(use_activation="false"), ParamError, "use_activation"),
+        (lambda: PoolerConfig.of(5), ParamError, ""),
+        (lambda: PoolingParams(use_activation="false"), ParamError, "use_activation"),
+        (lambda: LLM(make("albert", types, num_labels=3)), UnsupportedModelError, "as BERT"),
     ):
         with pytest.raises(error, match=words):
             call()
@@ -224,15 +216,15 @@ def test_params_and_results():
     assert "140" in outs[3].error and outs[1].outputs.embedding == []
     plan = llm.plan(prompts, PoolingParams("embed"))
     assert plan.prompt_tokens == 4 and plan.max_output_tokens == 0
+    llm.pooler.how = ("cls", "mean")
+    assert len(embed(dict(dimensions=100))[0].outputs.embedding) == 100
+    with pytest.raises(ParamError, match="more than the 64"):
+        llm.encode(prompts, dict(dimensions=100))
 
 
 def test_texts_beyond_a_switch_of_rotations_change_nobody_else():
-    rope = dict(short_factor=[1.0] * 8, long_factor=[8.0] * 8, rope_type="longrope")
-    how = dict(max_position_embeddings=128, original_max_position_embeddings=16)
-    rope |= dict(rope_theta=10_000.0)
-    model = tiny_model("phi3", seed=3, rope_parameters=rope, **how)
-    ends = (7, 10), (40, 52), (60, 85), (90, 130), (5, 21)
-    prompts = [list(range(*at)) for at in ends]
+    model = longrope()
+    prompts = [list(range(*at)) for at in ((7, 10), (40, 52), (60, 85), (90, 130), (5, 21))]
     for compile in (False, "auto"):
         llm = LLM(model, compile=compile)
         for prompt, out in zip(prompts, llm.embed(prompts)):
@@ -276,11 +268,6 @@ def test_a_classifier_that_writes_takes_the_last_token_that_is_no_padding(pad):
             near(llm.reward([prompt])[0].outputs.data, logits(model, prompt))
 
 
-def test_a_head_that_takes_more_than_states_is_refused():
-    with pytest.raises(UnsupportedModelError, match="another family, such as BERT"):
-        LLM(make("albert", AutoModelForSequenceClassification, num_labels=3))
-
-
 def test_settings_of_the_pooler_hold_for_all_tasks():
     judge, prompt = make("bert", AutoModelForSequenceClassification, num_labels=3), [5, 6, 7]
     own, plain = logits(judge, prompt), LLM(judge, pooler_config=PoolerConfig(use_activation=False))
@@ -291,13 +278,6 @@ def test_settings_of_the_pooler_hold_for_all_tasks():
     torch.testing.assert_close(states.outputs.data.norm(dim=-1), torch.ones(3))
     with pytest.raises(ParamError, match="pools by itself"):
         LLM(judge, pooler_config=dict(pooling_type="cls"))
-    for wrong in (
-        lambda: PoolerConfig(use_activation="false"),
-        lambda: PoolerConfig.of(5),
-        lambda: PoolingParams(use_activation="false"),
-    ):
-        with pytest.raises(ParamError):
-            wrong()
     assert PoolingOutput(torch.empty(0)) != PoolingOutput(torch.tensor([0.7]))
     assert PoolingOutput(torch.ones(2)) == PoolingOutput(torch.ones(2))
 
@@ -368,14 +348,6 @@ def test_an_answer_is_read_by_the_adapter_that_wrote_it(tmp_path):
     assert mine.equal(llm.encode(again[0], lora_request="a")[0].outputs.data)
     assert base.equal(llm.encode(again[1])[0].outputs.data)
     assert not mine.equal(llm.encode(again[0])[0].outputs.data)
-
-
-def test_dimensions_are_of_what_is_asked_for():
-    llm = LLM(make("bert"))
-    llm.pooler.how = ("cls", "mean")
-    assert len(llm.embed([[5, 6]], pooling_params=dict(dimensions=100))[0].outputs.embedding) == 100
-    with pytest.raises(ParamError, match="more than the 64"):
-        llm.encode([[5, 6]], dict(dimensions=100))
 
 
 def test_texts_and_answers_share_one_engine_its_steps_and_its_blocks():

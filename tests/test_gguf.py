@@ -1,6 +1,7 @@
 """Weights that stay in the groups of a GGUF file: the numbers of the library's own reader, and the bits of bf16 and fp32."""
 
 import sys
+from collections import Counter
 
 import gguf
 import numpy as np
@@ -9,23 +10,17 @@ import torch
 from batchlab import LLM, SamplingParams
 from batchlab.errors import Unavailable
 from batchlab.fast import fused, grouped as B
-from batchlab.fast.grouped import (
-    GROUP_FORMS,
-    GroupedLinear,
-    Groups,
-    dequantize_blocks,
-    group_form_of,
-)
+from batchlab.fast.grouped import GroupedLinear, Groups, dequantize_blocks, group_form_of
 from batchlab.fast.grouped import grouped_product, pack_blocks, pack_groups, panel_table
 from batchlab.fast.kernels import load_kernels
-from batchlab.fast.packed import PackedLinear, densify, plain_weight
-from batchlab.llm.config import weights_digest
-from batchlab.models import load, load_model, tiny_gguf, tiny_model
+from batchlab.fast.packed import PackedLinear, plain_weight
+from batchlab.models import load_model, tiny_gguf, tiny_model
 from batchlab.models import gguf as G
 from batchlab.models.gguf import numbers_of
 from batchlab.models.load import keeps_groups
 from torch import nn
-from gguf_files import gguf_file
+from gguf_files import files_of_families
+from helpers import generated, greedy, ids, in_threads
 
 FAMILIES = ["llama", "qwen3", "gemma3_text"]
 
@@ -33,6 +28,13 @@ HALVES = dict(
     Q4_0=[0], Q4_1=[0, 2], Q5_0=[0], Q5_1=[0, 2], Q8_0=[0], Q4_K=[0, 2], Q5_K=[0, 2], Q6_K=[208]
 )
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def file_of(tmp_path_factory):
+    return files_of_families(tmp_path_factory)
+
+
 needs_groups = pytest.mark.skipif(
     not keeps_groups(torch.float32, "cpu"), reason="this processor gets plain numbers"
 )
@@ -75,42 +77,30 @@ def test_forms_that_do_not_stay_in_groups_go_to_the_library():
     assert np.array_equal(G.dequantize(x, gguf.GGMLQuantizationType.F16), x.astype(np.float32))
 
 
-@pytest.mark.parametrize("form", G.QUANT_TYPES)
+BESIDE = [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", None), ("Q4_1", "Q4_1", "Q4_1")]
+
+
+@pytest.mark.parametrize("forms", [*((form,) for form in G.QUANT_TYPES), *BESIDE])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_have_the_bits_of_those_by_plain_numbers(form, dtype):
+def test_products_have_the_bits_of_those_by_plain_numbers(forms, dtype):
+    "Of layers alone and side by side, which may have different forms, or none."
     kernels, gen = load_kernels(), torch.Generator().manual_seed(1)
-    for n, K in ((96, 256), (70, 512), (3, 2048)):
-        weight = grouped(form, n, K, dtype, n)
-        bias = torch.randn(n, generator=gen).to(dtype) if n == 70 else None
-        mine = GroupedLinear(linear_of(weight, bias), kernels=kernels)
-        plain = PackedLinear(linear_of(weight.dequantize(), bias), kernels=kernels)
-        assert mine.weights[0][1] >= 0 and (n < 96 or mine.nbytes < plain.nbytes)
+    draw = lambda *shape: torch.randn(*shape, generator=gen).to(dtype)
+    for sizes, K in (((96, 32, 40), 256), ((70, 24, 8), 512), ((3, 64, 40), 2048)):
+        kinds = [*zip(forms, sizes)]
+        weights = [
+            draw(n, K) if form is None else grouped(form, n, K, dtype, n) for form, n in kinds
+        ]
+        biases = [draw(n) if n in (70, 40) else None for _, n in kinds]
+        mine = GroupedLinear(*map(linear_of, weights, biases), kernels=kernels)
+        plain = PackedLinear(*map(linear_of, map(plain_weight, weights), biases), kernels=kernels)
+        assert mine.sizes == plain.sizes
+        assert mine.panels._length_ == -(-sum(n for _, n in kinds) // 32)
+        if len(forms) == 1:
+            assert mine.weights[0][1] >= 0 and (sizes[0] < 96 or mine.nbytes < plain.nbytes)
         for rows in (0, 1, 2, 4, 8, 11, 12, 13, 16, 17, 23, 32, 33, 64, 65, 128, 129, 300):
-            x = torch.randn(rows, K, generator=gen).to(dtype)
-            assert torch.equal(mine(x), plain(x)), (n, K, rows)
-
-
-@pytest.mark.parametrize(
-    "forms", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", None), ("Q4_1", "Q4_1", "Q4_1")]
-)
-@pytest.mark.parametrize("sizes", [(64, 32, 40), (40, 24, 8)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layers_side_by_side_may_have_different_forms(forms, sizes, dtype):
-    kernels = load_kernels()
-    weights = [
-        torch.randn(n, 256, dtype=dtype) if form is None else grouped(form, n, 256, dtype, n)
-        for form, n in zip(forms, sizes)
-    ]
-    biases = [torch.randn(n, dtype=dtype) if i == 1 else None for i, n in enumerate(sizes)]
-    layers = [linear_of(w, bias) for w, bias in zip(weights, biases)]
-    mine = GroupedLinear(*layers, kernels=kernels)
-    plain = PackedLinear(
-        *(linear_of(plain_weight(l.weight), l.bias) for l in layers), kernels=kernels
-    )
-    for rows in (1, 13, 70):
-        x = torch.randn(rows, 256, dtype=dtype)
-        assert torch.equal(mine(x), plain(x))
-    assert mine.sizes == plain.sizes and mine.panels._length_ == -(-sum(sizes) // 32)
+            x = draw(rows, K)
+            assert torch.equal(mine(x), plain(x)), (sizes, K, rows)
 
 
 def random_weight(form, n, dtype):
@@ -133,39 +123,6 @@ def test_the_kernels_read_blocks_as_torch_does(form, dtype):
     assert torch.equal(pack_blocks([weight], kernels, dtype), panels)
 
 
-def test_every_form_of_files_has_one_in_the_kernels():
-    for form in G.QUANT_TYPES:
-        groups = Groups(*grouped(form, 32, 256, torch.float32).groups())
-        found = group_form_of(groups)
-        assert found is not None and found in GROUP_FORMS
-        packed = pack_groups(groups, found, load_kernels(), torch.float32)
-        assert packed.shape == (1, 256 // found.group, found.nbytes)
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    "How many rows of weights were read, by what read them."
-    counts = dict(dequantize=0, pack=0, torch=0)
-
-    def counted(name, what, rows):
-        def call(*args):
-            counts[name] += rows(args)
-            return what(*args)
-
-        return call
-
-    dequantize = counted("dequantize", B.dequantize_blocks, lambda a: len(range(len(a[1]))[a[2]]))
-    sampled = lambda k, w, at: (
-        dequantize(k, w, at) if isinstance(at, slice) else dequantize_blocks(k, w, at)
-    )
-    monkeypatch.setattr(B, "dequantize_blocks", sampled)
-    monkeypatch.setattr(
-        B, "pack_blocks", counted("pack", B.pack_blocks, lambda a: sum(map(len, a[0])))
-    )
-    monkeypatch.setattr(G, "numbers_of", counted("torch", G.numbers_of, lambda a: len(a[0])))
-    return counts
-
-
 def kept_rows(model):
     linears = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     return sum(len(w) for w in linears if hasattr(w, "groups"))
@@ -173,25 +130,35 @@ def kept_rows(model):
 
 @needs_groups
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_opening_reads_each_weight_twice(file_of, passes, arch):
-    "Once for the answers of the model's own code, once to pack it."
-    path = file_of(arch, "q4_0")
+def test_opening_reads_each_weight_twice(file_of, arch, monkeypatch):
+    "Once for the answers of the model's own code, once to pack it; by torch no more than is looked up."
+    path, read = file_of(arch, "Q4_0"), Counter()
     rows = kept_rows(load_model(path, dtype="fp32", grouped=True)[0])
-    passes.update(torch=0)
+
+    def count(owner, name, rows_of):
+        what = getattr(owner, name)
+
+        def counted(*args, **more):
+            read[name] += rows_of(*args)
+            return what(*args, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    whole = lambda kernels, w, at: len(range(len(w))[at]) if isinstance(at, slice) else 0
+    count(B, "dequantize_blocks", whole)
+    count(B, "pack_blocks", lambda weights, *_: sum(map(len, weights)))
+    count(G, "numbers_of", lambda raw, *_: len(raw))
     llm = LLM(path, dtype="fp32")
     assert llm.backend.name == "fused"
-    assert passes["dequantize"] == passes["pack"] == rows
-    looked_up = 100 * (
-        2 + 2 * llm.model.config.num_hidden_layers
-    )  # embeddings, and four rows of each
-    assert passes["torch"] < looked_up
+    assert read["dequantize_blocks"] == read["pack_blocks"] == rows
+    assert read["numbers_of"] < 100 * (2 + 2 * llm.model.config.num_hidden_layers)
 
 
 def test_what_layers_ask_does_not_depend_on_their_numbers(file_of):
     from batchlab.fast.trial import layer_specs
 
     for arch in FAMILIES:
-        model = load_model(file_of(arch, "q8_0"), dtype="fp32", grouped=True)[0]
+        model = load_model(file_of(arch, "Q8_0"), dtype="fp32", grouped=True)[0]
         want = layer_specs(model)
         with G.without_numbers(model):
             assert layer_specs(model) == want
@@ -203,7 +170,7 @@ def test_what_layers_ask_does_not_depend_on_their_numbers(file_of):
 @needs_groups
 def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
     "The model then runs in another way, by the file's weights, which are still there."
-    path = file_of("llama", "q4_0")
+    path = file_of("llama", "Q4_0")
     want = answers(LLM(*load_model(path, dtype="fp32")))
     pack = B.pack_blocks
     monkeypatch.setattr(B, "pack_blocks", lambda *args, **more: pack(*args, **more).flip(0))
@@ -218,7 +185,7 @@ def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
 )
 def test_pages_of_a_file_are_given_back_before_the_model_is_tried(file_of, monkeypatch):
     "So panels and the file don't take memory together; what is read again afterwards is the same."
-    path, given, tried = file_of("llama", "q4_0"), [], []
+    path, given, tried = file_of("llama", "Q4_0"), [], []
     want = answers(LLM(*load_model(path, dtype="fp32")))
     release, check = fused.release_mapped_pages, fused.check_backend
     note = lambda raw, files: given.append((raw.nbytes, release(raw, files)))
@@ -237,7 +204,7 @@ def test_pages_of_a_file_are_given_back_before_the_model_is_tried(file_of, monke
 
 @needs_groups
 def test_rows_are_looked_up_by_any_index_and_none_beyond_the_last(file_of):
-    model = load_model(file_of("llama", "q8_0"), dtype="fp32", grouped=True)[0]
+    model = load_model(file_of("llama", "Q8_0"), dtype="fp32", grouped=True)[0]
     embedding, kernels = model.get_input_embeddings().weight, load_kernels()
     kernels.set_threads(1)
     at = torch.tensor([5, 1, 5, len(embedding) - 1])
@@ -251,7 +218,7 @@ def test_rows_are_looked_up_by_any_index_and_none_beyond_the_last(file_of):
 
 @needs_groups
 def test_kernels_that_read_a_format_otherwise_are_not_used(file_of, monkeypatch):
-    path = file_of("llama", "q4_0")
+    path = file_of("llama", "Q4_0")
     want = answers(LLM(*load_model(path, dtype="fp32")))
     right = B.dequantize_blocks
     monkeypatch.setattr(
@@ -287,92 +254,37 @@ def test_metadata_read_at_once_is_what_the_library_reads(tmp_path):
         assert a.name == b.name and np.array_equal(a.data, b.data)
 
 
-@pytest.fixture(scope="module")
-def file_of(tmp_path_factory):
-    "A GGUF file of a tiny model of a family whose matrices are of a kind, made once."
-    made = {}
-
-    def make(arch, kind):
-        if (arch, kind) not in made:
-            folder = tmp_path_factory.mktemp(arch)
-            model = tiny_model(arch).to(torch.bfloat16)
-            made[arch, kind] = gguf_file(
-                folder / "tiny.gguf", model, form=kind.upper(), outer="Q8_0"
-            )
-        return made[arch, kind]
-
-    return make
-
-
-KINDS = ["q4_0", "q8_0"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arch", FAMILIES)
-def test_a_model_in_groups_has_the_weights_of_one_that_is_dequantised(
-    file_of, arch, kind, monkeypatch
-):
-    "Also on a machine whose kernels would have plain numbers."
-    monkeypatch.setattr(load, "keeps_groups", lambda *_: True)
-    path = file_of(arch, kind)
-    mine, plain = (load_model(path, dtype="bf16", grouped=g)[0] for g in (True, False))
-    kept = [name for name, p in mine.named_parameters() if hasattr(p, "groups")]
-    assert len(kept) >= 2 * mine.config.num_hidden_layers * 7 // 2
-    assert not any(hasattr(p, "groups") for p in plain.parameters())
-    assert weights_digest(mine) == weights_digest(plain)
-    ids = torch.tensor([[1, 20, 40, 60]])
-    with torch.inference_mode():
-        assert torch.equal(mine(ids).logits, plain(ids).logits)
-    densify(mine)
-    own = plain.state_dict()
-    assert all(torch.equal(p, own[name]) for name, p in mine.state_dict().items())
-    assert (mine.lm_head.weight is mine.get_input_embeddings().weight) == (
-        plain.lm_head.weight is plain.get_input_embeddings().weight
-    )
-
-
-PROMPTS = [[1, 5, 9], [1, 30, 31, 32, 33, 34, 35, 40, 41, 42, 43, 44, 45], [7], [1, 50, 51, 52, 53]]
+PROMPTS = [[1, 5, 9], [1, *range(30, 42)], [7], [1, 50, 51, 52, 53], [1, *range(60, 160)]]
 
 
 def answers(llm, n=9):
-    greedy = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, logprobs=2)
-    seeded = SamplingParams(max_tokens=n, temperature=1, seed=3, ignore_eos=True, logprobs=2)
-    outs = llm.generate(PROMPTS * 4, [greedy, seeded] * 8)
+    params = [
+        SamplingParams(max_tokens=n, temperature=t, seed=3, ignore_eos=True, logprobs=2)
+        for t in (0, 1)
+    ]
+    outs = llm.generate(PROMPTS * 4, params * 10)
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_prompt_of_several_steps_has_no_logits_in_some(file_of, dtype):
-    "Then the head has no rows."
-    path = file_of("llama", "q4_0")
-    plain, mine = LLM(*load_model(path, dtype=dtype)), LLM(path, dtype=dtype)
-    ids = [[i % 250 + 3 for i in range(200)], [7, 8]]
-    greedy = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-    tokens = lambda llm: [o.outputs[0].token_ids for o in llm.generate(ids, greedy)]
-    assert (
-        tokens(LLM(path, dtype=dtype, max_num_seqs=4, max_num_batched_tokens=64))
-        == tokens(plain)
-        == tokens(mine)
-    )
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_answers_have_the_bits_of_those_by_plain_numbers(file_of, arch, kind, dtype):
+    "Also of a prompt of several steps, in some of which the head has no rows."
     path = file_of(arch, kind)
     model, tok = load_model(path, dtype=dtype)
-    plain, mine = LLM(model, tokenizer=tok), LLM(path, dtype=dtype)
+    plain = LLM(model, tokenizer=tok)
+    mine = LLM(path, dtype=dtype, max_num_seqs=8, max_num_batched_tokens=64)
     assert mine.backend.name == plain.backend.name == "fused"
     if keeps_groups(model.dtype, "cpu"):  # else they were dequantised
         assert mine.backend.nbytes < plain.backend.nbytes
     assert answers(mine) == answers(plain)
-    if dtype == "fp32":
-        for ids in PROMPTS:
-            want = model.generate(torch.tensor([ids]), max_new_tokens=9, min_new_tokens=9)
-            greedy = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-            [got] = mine.generate([ids], greedy)
-            assert got.outputs[0].token_ids == want[0, len(ids) :].tolist()
+    for prompt in PROMPTS if dtype == "fp32" else PROMPTS[-1:]:
+        got = ids(mine.generate([prompt], greedy(9)))
+        if dtype == "fp32":
+            assert got == [generated(model, prompt, 9)]
+        else:
+            assert got == ids(plain.generate([prompt], greedy(9)))
 
 
 @pytest.mark.parametrize(
@@ -386,58 +298,42 @@ def test_answers_have_the_bits_of_those_by_plain_numbers(file_of, arch, kind, dt
     ids=str,
 )
 def test_ways_that_know_no_groups_get_plain_numbers(file_of, options):
-    path = file_of("llama", "q4_0")
-    model, tok = load_model(path, dtype="fp32")
-    plain, mine = LLM(model, tokenizer=tok, **options), LLM(path, dtype="fp32", **options)
-    assert not any(
-        hasattr(p, "groups")
-        for m in mine.model.modules()
-        for p in m._parameters.values()
-        if isinstance(m, nn.Linear)
+    path = file_of("llama", "Q4_0")
+    plain, mine = (
+        LLM(*load_model(path, dtype="fp32"), **options),
+        LLM(path, dtype="fp32", **options),
     )
+    assert not kept_rows(mine.model)
     assert [a for a, _ in answers(mine)] == [a for a, _ in answers(plain)]
 
 
 def test_what_does_not_fit_is_refused():
     kernels, w = load_kernels(), grouped("Q8_0", 64, 96, torch.float32)
-    groups = Groups(*w.groups())
+    groups, x = Groups(*w.groups()), torch.randn(2, 96)
     assert group_form_of(groups._replace(scales=groups.scales[:, :2].repeat(1, 2))) is None
     assert group_form_of(groups._replace(scales=groups.scales.bfloat16())) is None
-    form = group_form_of(groups)
-    panels = pack_groups(groups, form, kernels, torch.float32)
-    table = panel_table([(panels, form.index)])
-    with pytest.raises(TypeError, match="70 outputs have 3 panels"):
-        grouped_product(kernels, torch.randn(2, 96), table, None, 70)
-    with pytest.raises(TypeError, match="a kernel wants"):
-        pack_groups(groups._replace(scales=groups.scales.float()), form, kernels, torch.float32)
+    form, wider = group_form_of(groups), groups._replace(scales=groups.scales.float())
+    table = panel_table([(pack_groups(groups, form, kernels, torch.float32), form.index)])
     layer = GroupedLinear(linear_of(w), kernels=kernels)
-    with pytest.raises(TypeError, match="packed for torch.float32"):
-        layer(torch.randn(2, 96).bfloat16())
-    with pytest.raises(TypeError, match="can't be written"):
-        w.mul_(2)
-    with pytest.raises(TypeError, match="can't be written"):
-        w.copy_(torch.zeros(64, 96))
+    for call, words in (
+        (lambda: grouped_product(kernels, x, table, None, 70), "70 outputs have 3 panels"),
+        (lambda: pack_groups(wider, form, kernels, torch.float32), "a kernel wants"),
+        (lambda: layer(x.bfloat16()), "packed for torch.float32"),
+        (lambda: w.mul_(2), "can't be written"),
+        (lambda: w.copy_(torch.zeros(64, 96)), "can't be written"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
     assert nn.functional.embedding(torch.zeros(0, dtype=torch.int64), w).shape == (0, 96)
 
 
 def test_two_threads_read_two_files(tmp_path):
-    import threading
-
-    paths = [tiny_gguf(tmp_path / f"{seed}.gguf", seed) for seed in range(2)]
-    models = {}
-    threads = [
-        threading.Thread(target=lambda p=p: models.update({p: load_model(p, dtype="fp32")[0]}))
-        for p in paths
-    ]
+    read = lambda seed: load_model(tiny_gguf(tmp_path / f"{seed}.gguf", seed), dtype="fp32")[0]
     reader = gguf.GGUFReader
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert gguf.GGUFReader is reader
-    for seed, path in enumerate(paths):
+    for seed, model in enumerate(in_threads(lambda: read(0), lambda: read(1))):
         want = tiny_model("llama", seed).state_dict()
-        assert all(torch.equal(p, want[name]) for name, p in models[path].state_dict().items())
+        assert all(torch.equal(p, want[name]) for name, p in model.state_dict().items())
+    assert gguf.GGUFReader is reader
 
 
 def test_a_generation_config_beside_the_file_counts(tmp_path):
@@ -454,7 +350,7 @@ def test_a_generation_config_beside_the_file_counts(tmp_path):
 def test_advice_knows_weights_in_groups(file_of):
     from batchlab.jobs.advice import try_int8
 
-    path = file_of("llama", "q4_0")
+    path = file_of("llama", "Q4_0")
     kept, plain = LLM(path, dtype="fp32"), LLM(*load_model(path, dtype="fp32"))
     [said] = [m.said(str) for m in try_int8(plain)]
     assert "half as large as in bf16" in said

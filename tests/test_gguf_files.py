@@ -1,6 +1,6 @@
 "GGUF files as llama.cpp's converter writes them: the answers of the model that was converted, or a refusal that names what stands in the way."
 
-import re
+import functools, re
 from types import SimpleNamespace
 
 import gguf
@@ -9,13 +9,15 @@ import pytest
 import torch
 from batchlab import LLM, SamplingParams
 from batchlab.errors import ModelError, UnsupportedModelError
+from batchlab.fast.packed import densify
+from batchlab.llm.config import weights_digest
 from batchlab.models import load, load_model, tiny_model
 from batchlab.models.gguf import GGUFFile
 from batchlab.models.gguf_model import ARCHITECTURES, IDLE_KEYS, read_config
 from batchlab.models.gguf_tokenizer import CUTS, IDLE_TOKENIZER_KEYS, read_tokenizer, special_ids
 from batchlab.models.load import load_tokenizer
 from gguf_files import gguf_file, words, write
-from helpers import ROOT, generated, greedy, ids
+from helpers import ROOT, generated, greedy, ids, json_lines
 
 ROPE = dict(rope_type="default", rope_theta=10_000.0)
 SCALED = ROPE | dict(factor=4.0, original_max_position_embeddings=64)
@@ -81,14 +83,8 @@ def family(name):
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory):
     "The file of a tiny model of a family, made once."
-    folder, made = tmp_path_factory.mktemp("families"), {}
-
-    def path(name):
-        if name not in made:
-            made[name] = gguf_file(folder / f"{name}.gguf", family(name))
-        return made[name]
-
-    return path
+    folder = tmp_path_factory.mktemp("families")
+    return functools.cache(lambda name: gguf_file(folder / f"{name}.gguf", family(name)))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,17 +99,30 @@ def test_a_file_answers_as_the_model_that_was_converted(path_of, name):
     assert got == [generated(model, prompt, 5) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", ["Llama 3", "Granite", "Phi 4", "Gemma 2", "GPT-2", "Mixtral"])
-def test_weights_in_groups_are_those_that_are_dequantised(tmp_path, name, monkeypatch):
+OF_FORMS = dict(Q8_0="Llama 3,Granite,Phi 4,Gemma 2,GPT-2,Mixtral", Q4_0="Llama 2,Qwen 3,Gemma 3")
+FORMS = [(name, form) for form, names in OF_FORMS.items() for name in names.split(",")]
+
+
+@pytest.mark.parametrize("name, form", FORMS)
+def test_weights_in_groups_are_those_that_are_dequantised(tmp_path, name, form, monkeypatch):
     "Also on a machine whose kernels would have plain numbers."
     monkeypatch.setattr(load, "keeps_groups", lambda *_: True)
-    path = gguf_file(tmp_path / "model.gguf", family(name), form="Q8_0")
-    mine, plain = (load_model(path, dtype="fp32", grouped=kept)[0] for kept in (True, False))
-    assert any(hasattr(p, "groups") for p in mine.parameters())
+    path = gguf_file(tmp_path / "model.gguf", family(name), form=form, outer="Q8_0")
+    mine, plain = (load_model(path, dtype="bf16", grouped=kept)[0] for kept in (True, False))
+    kept = [p for p in mine.parameters() if hasattr(p, "groups")]
+    assert len(kept) >= mine.config.num_hidden_layers
     assert not any(hasattr(p, "groups") for p in plain.parameters())
+    assert weights_digest(mine) == weights_digest(plain)
     prompt = torch.tensor([PROMPTS[0]])
     with torch.inference_mode():
         assert torch.equal(mine(prompt).logits, plain(prompt).logits)
+    densify(mine)
+    own = plain.state_dict()
+    assert all(torch.equal(p, own[name]) for name, p in mine.state_dict().items())
+    tied = [
+        m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (mine, plain)
+    ]
+    assert tied[0] == tied[1]
 
 
 def test_each_architecture_has_a_family_here():
@@ -141,38 +150,49 @@ def refused(path, about):
 ODD = np.ones(64, np.float32)
 
 
+# A key of the metadata, and what stands under it, or nothing.
+KEYS = r"""
+[".rope.scaling.type", "longrope"]
+[".rope.dimension_count", 8]
+[".attention.value_length", 8]
+[".attention.head_count", [4, 2]]
+[".attention.sliding_window", 16]
+[".attention.causal", false]
+[".pooling_type", 1]
+[".context_length", null]
+[".of_another_year", 7]
+["tokenizer.ggml.model", "t5"]
+["tokenizer.ggml.pre", "gpt-3"]
+["tokenizer.ggml.pre", null]
+["tokenizer.ggml.remove_extra_whitespaces", true]
+["tokenizer.ggml.of_another_year", 7]
+["tokenizer.ggml.token_type", null]
+["general.type", "adapter"]
+"""
+
+
 @pytest.mark.parametrize(
     "about, metadata, tensors",
     [
-        ("blk.0.attn_k.bias", {}, {"blk.0.attn_q.bias": ODD}),
-        ("blk.1.ffn_down.bias", {}, {"blk.1.ffn_down.bias": ODD}),
-        ("blk.1.post_attention_norm.weight", {}, {"blk.1.post_attention_norm.weight": ODD}),
-        ("blk.0.attn_sinks.weight", {}, {"blk.0.attn_sinks.weight": ODD[:4]}),
-        ("blk.1.ffn_down.weight", {}, {"blk.1.ffn_down.weight": None}),
-        ("output_norm.weight", {}, {"output_norm.weight": None}),
-        ("token_embd.weight", {}, {"token_embd.weight": None}),
-        ("blk.0.ffn_norm.weight", {}, {"blk.0.ffn_norm.weight": ODD[:63]}),
-        ("rope_freqs.weight", {}, {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}),
-        ("rope_freqs.weight", {}, {"rope_freqs.weight": ODD[:4]}),
-        ("llama.rope.scaling.factor", {".rope.scaling.factor": 8.0}, {"rope_freqs.weight": ODD[:8]}),
-        ("llama.rope.scaling.type", {".rope.scaling.type": "longrope"}, {}),
-        ("llama.rope.dimension_count", {".rope.dimension_count": 8}, {}),
-        ("llama.attention.value_length", {".attention.value_length": 8}, {}),
-        ("llama.attention.head_count", {".attention.head_count": [4, 2]}, {}),
-        ("llama.attention.sliding_window", {".attention.sliding_window": 16}, {}),
-        ("llama.attention.causal", {".attention.causal": False}, {}),
-        ("llama.pooling_type", {".pooling_type": 1}, {}),
-        ("llama.context_length", {".context_length": None}, {}),
-        ("llama.of_another_year", {".of_another_year": 7}, {}),
+        *(("llama" * (key[0] == ".") + key, {key: x}, {}) for key, x in json_lines(KEYS)),
         ("token_embd.weight", words(260), {}),
         ("tokenizer.ggml.tokens", {"tokenizer.ggml.tokens": ["a"] * 259}, {}),
-        ("tokenizer.ggml.model", {"tokenizer.ggml.model": "t5"}, {}),
-        ("tokenizer.ggml.pre", {"tokenizer.ggml.pre": "gpt-3"}, {}),
-        ("tokenizer.ggml.pre", {"tokenizer.ggml.pre": None}, {}),
-        ("tokenizer.ggml.remove_extra_whitespaces", {"tokenizer.ggml.remove_extra_whitespaces": True}, {}),
-        ("tokenizer.ggml.of_another_year", {"tokenizer.ggml.of_another_year": 7}, {}),
-        ("tokenizer.ggml.token_type", {"tokenizer.ggml.token_type": None}, {}),
-        ("general.type", {"general.type": "adapter"}, {}),
+        ("blk.0.attn_k.bias", {}, {"blk.0.attn_q.bias": ODD}),
+        ("rope_freqs.weight", {}, {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}),
+        ("llama.rope.scaling.factor", {".rope.scaling.factor": 8.0}, {"rope_freqs.weight": ODD[:8]}),
+        *(
+            (name, {}, {name: None if n is None else ODD[:n]})
+            for name, n in [
+                ("blk.1.ffn_down.bias", 64),
+                ("blk.1.post_attention_norm.weight", 64),
+                ("blk.0.attn_sinks.weight", 4),
+                ("blk.1.ffn_down.weight", None),
+                ("output_norm.weight", None),
+                ("token_embd.weight", None),
+                ("blk.0.ffn_norm.weight", 63),
+                ("rope_freqs.weight", 4),
+            ]
+        ),
     ],
 )  # fmt: skip
 def test_what_may_change_the_tokens_is_refused_by_name(tmp_path, about, metadata, tensors):
@@ -249,21 +269,23 @@ def tokenizer_with(tmp_path, **more):
     return load_tokenizer(path)
 
 
-CUT = {  # by llama.cpp's tokenizer
-    "gpt-2": ["It", "'s", " 1234", ",", " ", " OpenAI", "\n\n"],
-    "smollm": ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n\n"],
-    "llama-bpe": ["It", "'s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"],
-    "qwen2": ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n\n"],
-    "minicpm5": ["It", "'s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"],
-    "seed-coder": ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n\n"],
-    "tekken": ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " Open", "AI", "\n\n"],
-    "gpt-4o": ["It's", " ", "123", "4", ",", " ", " Open", "AI", "\n\n"],
-    "deepseek-coder": ["It", "'", "s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n", "\n"],
-    "deepseek-v3": ["It", "'s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"],
-    "falcon": ["It", "'", "s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"],
-    "viking": ["It's", " ", "1", "2", "3", "4", ", ", " OpenAI", "\n\n"],
-    "bloom": ["It's", " 1234", ", ", " OpenAI", "\n\n"],
-}
+# The name of a way to cut, and the pieces of "It's 1234,  OpenAI\n\n" by llama.cpp's tokenizer.
+PIECES_OF = r"""
+["gpt-2", ["It", "'s", " 1234", ",", " ", " OpenAI", "\n\n"]]
+["smollm", ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n\n"]]
+["llama-bpe", ["It", "'s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"]]
+["qwen2", ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n\n"]]
+["minicpm5", ["It", "'s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"]]
+["seed-coder", ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n\n"]]
+["tekken", ["It", "'s", " ", "1", "2", "3", "4", ",", " ", " Open", "AI", "\n\n"]]
+["gpt-4o", ["It's", " ", "123", "4", ",", " ", " Open", "AI", "\n\n"]]
+["deepseek-coder", ["It", "'", "s", " ", "1", "2", "3", "4", ",", " ", " OpenAI", "\n", "\n"]]
+["deepseek-v3", ["It", "'s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"]]
+["falcon", ["It", "'", "s", " ", "123", "4", ",", " ", " OpenAI", "\n\n"]]
+["viking", ["It's", " ", "1", "2", "3", "4", ", ", " OpenAI", "\n\n"]]
+["bloom", ["It's", " 1234", ", ", " OpenAI", "\n\n"]]
+"""
+CUT = dict(json_lines(PIECES_OF))
 
 
 @pytest.mark.parametrize("pre", CUT)

@@ -1,7 +1,9 @@
 "Adapters by request: their products, their tokens, their places in memory, what can't be loaded, and where requests name them."
 
-import copy, json, shutil
+import asyncio, copy, json, os, pickle, shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from batchlab import LLM, LoRARequest, run
+from batchlab.api.ray import LineQueue, RayJob, RayRun, engine_facts, engine_in
 from batchlab.fast.trial import BackendOptions, kv_layout
 from batchlab.fast.backends import select_backend
 from batchlab.fast import kernels, modules
@@ -20,8 +23,9 @@ from batchlab.tasks.lora import Adapters, read_adapter, read_modules
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.request import Request, RowOutput
 from batchlab.core.scheduler import Scheduler
+from batchlab.jobs.job import Job, JobError
 from batchlab.models.tiny import tiny_adapter
-from helpers import generated, greedy, ids
+from helpers import drain, generated, greedy, ids, json_lines, noting
 from test_encoders import encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,45 +194,52 @@ def test_any_mix_gives_the_tokens_of_merged_models(three, compile):
     assert ids(ended[i] for i in range(4)) == ids(outs[:4])
 
 
-def test_vectors_with_adapters(three):
-    model, requests, refs = three
-    words, llm = ["one", "and another one"], engine(three, compile=False)
-    got = llm.embed(words * 2, lora_request=[None, None, requests[0], requests[0]])
-    plain = [LLM(ref, tiny_tokenizer(), compile=False) for ref in refs[:2]]
-    want = [v for each in plain for v in each.embed(words)]
-    for g, w in zip(got, want):
-        assert g.outputs.embedding == pytest.approx(w.outputs.embedding, rel=1e-3, abs=1e-4)
+def test_vectors_and_choices_with_adapters_are_those_of_merged_models(three):
+    "Alone and where others begin alike, which one adapter computed for itself; and again, from the cache."
+    llm = engine(three, compile=False, max_num_seqs=6)
+    longer = "A much longer prompt, of other words, which ends so:"
+    prompts = ["The sea is"] * 4 + [longer, "x", "The sea was", "The sea is"]
+    choices, loras = [" blue", " warm and wide", " so"], [None, *three[1]] * 2
+    plain = [LLM(ref, tiny_tokenizer(), compile=False) for ref in three[2]] * 2
+    scores = [ref.choose(prompt, choices)[0] for ref, prompt in zip(plain, prompts)]
+    assert len({o.logprobs[" so"] for o in scores[:4]}) == 4
+    for _ in range(2):
+        outs = llm.choose(prompts, choices, lora_request=loras)
+        assert [o.lora_request for o in outs] == loras
+        for out, want in zip(outs, scores, strict=True):
+            for choice in choices:
+                near = pytest.approx(want.token_logprobs[choice], abs=1e-4)
+                assert out.token_logprobs[choice] == near
+    one, other = llm.choose(prompts[:2], choices, lora_request=three[1][0])
+    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    for prompt, ref, out in zip(prompts, plain, llm.embed(prompts, lora_request=loras)):
+        near = pytest.approx(ref.embed(prompt)[0].outputs.embedding, rel=1e-3, abs=1e-4)
+        assert out.outputs.embedding == near
 
 
 def test_what_a_configuration_says_of_rank_and_scale(tmp_path):
     model = tiny_model("llama")
 
-    def read(**config):
-        shutil.rmtree(tmp_path / "x", ignore_errors=True)
-        parts = read_adapter(
-            tiny_adapter(tmp_path / "x", model, **config), linear_shapes(model), 256
-        )
-        return {n.split(".", 1)[1]: p for n, p in parts.items()}
+    def scales(name, **config):
+        folder = tiny_adapter(tmp_path / name, model, **config)
+        parts = read_adapter(folder, linear_shapes(model), 256)
+        return {name.split(".", 1)[1]: part.scale for name, part in parts.items()}
 
-    assert {p.scale for p in read(rank=4, lora_alpha=6).values()} == {1.5}
-    assert {p.scale for p in read(rank=16, lora_alpha=6, use_rslora=True).values()} == {1.5}
-    parts = read(
-        rank=4,
-        lora_alpha=8,
+    assert {*scales("plain", rank=4, lora_alpha=6).values()} == {1.5}
+    assert {*scales("roots", rank=16, lora_alpha=6, use_rslora=True).values()} == {1.5}
+    patterns = dict(
         modules=("q_proj", "k_proj"),
         rank_pattern={"q_proj": 16},
         alpha_pattern={r"layers\.1\.self_attn\.k_proj": 40},
     )
-    scale = lambda i, m: parts[f"layers.{i}.self_attn.{m}"].scale
-    assert [scale(i, m) for m in ("q_proj", "k_proj") for i in (0, 1)] == [0.5, 0.5, 2.0, 10.0]
+    found = scales("patterns", rank=4, lora_alpha=8, **patterns)
+    attention = [f"layers.{i}.self_attn.{part}" for part in ("q_proj", "k_proj") for i in (0, 1)]
+    assert found == dict(zip(attention, [0.5, 0.5, 2.0, 10.0]))
 
 
 def test_other_ways_to_write_an_adapter(tmp_path):
     model = tiny_model("llama")
-    shapes, folder = (
-        linear_shapes(model),
-        tiny_adapter(tmp_path / "x", model, 2, modules=("q_proj",)),
-    )
+    shapes, folder = linear_shapes(model), tiny_adapter(tmp_path, model, 2, modules=("q_proj",))
     want, file = read_adapter(folder, shapes, 8), folder / "adapter_model.safetensors"
     tensors = load_file(file)
     file.unlink()
@@ -248,94 +259,100 @@ def test_other_ways_to_write_an_adapter(tmp_path):
         read(change=lambda t: t.to(torch.int8))
 
 
-BROKEN = [
-    (dict(use_dora=True), "DoRA"),
-    (dict(modules_to_save=["score"]), "modules_to_save"),
-    (dict(peft_type="LOHA"), "PEFT type LOHA"),
-    (dict(bias="all"), "bias='all'"),
-    (dict(init_lora_weights="pissa"), "changed base"),
-    (dict(init_lora_weights="of_a_later_peft"), "later_peft"),
-    (dict(from_a_later_peft=True), "from_a_later_peft"),
-    (dict(r=5), "rank 4"),
-    (dict(r="many"), "adapter_config.json"),
-    (dict(target_parameters=["experts"]), "target_parameters"),
-    # no number comes of these
-    (dict(lora_alpha=float("nan")), "a scale of nan"),
-    (dict(alpha_pattern={"q_proj": "x"}), "gives no scale"),
-    (dict(lora_alpha=1e308, alpha_pattern={"q_proj": float("inf")}), "a scale of inf"),
-    (dict(rank_pattern={"(": 3}), "gives no scale"),
-]
+# Settings of a configuration, and a word of what is said of them. No number comes of the last.
+BROKEN = r"""
+[{"use_dora": true}, "DoRA"]
+[{"modules_to_save": ["score"]}, "modules_to_save"]
+[{"peft_type": "LOHA"}, "PEFT type LOHA"]
+[{"bias": "all"}, "bias='all'"]
+[{"init_lora_weights": "pissa"}, "changed base"]
+[{"init_lora_weights": "of_a_later_peft"}, "later_peft"]
+[{"from_a_later_peft": true}, "from_a_later_peft"]
+[{"r": 5}, "rank 4"]
+[{"r": "many"}, "adapter_config.json"]
+[{"target_parameters": ["experts"]}, "target_parameters"]
+[{"lora_alpha": NaN}, "a scale of nan"]
+[{"alpha_pattern": {"q_proj": "x"}}, "gives no scale"]
+[{"lora_alpha": 1e308, "alpha_pattern": {"q_proj": Infinity}}, "a scale of inf"]
+[{"rank_pattern": {"(": 3}}, "gives no scale"]
+"""
 
 
-@pytest.mark.parametrize("config, words", BROKEN, ids=[str(config) for config, _ in BROKEN])
+@pytest.mark.parametrize("config, words", json_lines(BROKEN), ids=str)
 def test_what_is_more_than_lora_or_no_number_is_refused_by_name(config, words, tmp_path):
     model = tiny_model("llama")
     with pytest.raises(AdapterError, match=words):
         read_adapter(tiny_adapter(tmp_path / "bad", model, **config), linear_shapes(model), 64)
 
 
+def first_of(tensors):
+    return next(iter(tensors))
+
+
+def and_weights_of(part):
+    return lambda tensors: tensors | {f"base_model.model.{part}": torch.ones(2, 2)}
+
+
+# What is said, what the tensors of an adapter become, and of what it is made.
+SPOILT = [
+    ("no linear layer", lambda d: {k.replace("q_proj", "qq_proj"): t for k, t in d.items()}, {}),
+    ("for this model they must be", dict, dict(model=tiny_model("llama", hidden_size=32))),
+    ("max_lora_rank=65", dict, dict(rank=65)),
+    ("one half", lambda d: {k: t for k, t in d.items() if k != first_of(d)}, {}),
+    ("weights of its own", and_weights_of("score.weight"), {}),
+    ("save_embedding_layers=False", and_weights_of("lm_head.base_layer.weight"), {}),
+    ("LoRA of an embedding", and_weights_of("model.embed_tokens.lora_embedding_A"), {}),
+    ("has no weights", lambda d: {}, {}),
+    ("can't be read", dict, {}),
+    ("nor adapter_model.bin", dict, {}),
+    ("no adapter_config.json", dict, {}),
+    ("there is no folder", dict, {}),
+]
+
+
 def test_what_can_not_be_loaded_says_why_and_stops_nobody(three, tmp_path):
     model, requests, refs = three
-    llm, folders = engine(three, compile=False), {}
-
-    def bad(name, change=lambda tensors: tensors, model=model, **kwargs):
-        folder = folders[name] = tiny_adapter(tmp_path / name, model, **kwargs)
-        file = folder / "adapter_model.safetensors"
+    llm, loras = engine(three, compile=False), [requests[0]]
+    for i, (words, change, how) in enumerate(SPOILT, 10):
+        folder, made = tmp_path / words, dict(model=model, base_model_name_or_path="other/model")
+        file = tiny_adapter(folder, **made | how) / "adapter_model.safetensors"
         save_file(change(load_file(file)), file)
-        return folder
-
-    def more(part):
-        return lambda d: d | {f"base_model.model.{part}": torch.ones(2, 2)}
-
-    first = lambda d: next(iter(d))
-    wrong = lambda d: {k.replace("q_proj", "qq_proj"): t for k, t in d.items()}
-    bad("no linear layer", wrong, base_model_name_or_path="other/model")
-    bad("for this model they must be", model=tiny_model("llama", hidden_size=32))
-    bad("max_lora_rank=65", rank=65)
-    bad("one half", lambda d: {k: t for k, t in d.items() if k != first(d)})
-    bad("weights of its own", more("score.weight"))
-    bad("save_embedding_layers=False", more("lm_head.base_layer.weight"))
-    bad("LoRA of an embedding", more("model.embed_tokens.lora_embedding_A"))
-    bad("has no weights", lambda d: {})
-    (bad("can't be read") / "adapter_model.safetensors").write_bytes(b"{")
-    (bad("nor adapter_model.bin") / "adapter_model.safetensors").unlink()
-    (bad("no adapter_config.json") / "adapter_config.json").unlink()
-    folders["there is no folder"] = tmp_path / "nowhere"
-    names = [*folders]
-    loras = [requests[0], *(LoRARequest(n, i, folders[n]) for i, n in enumerate(names, 10))]
+        loras.append(LoRARequest(words, i, folder))
+    (tmp_path / "can't be read" / file.name).write_bytes(b"{")
+    (tmp_path / "nor adapter_model.bin" / file.name).unlink()
+    (tmp_path / "no adapter_config.json" / "adapter_config.json").unlink()
+    shutil.rmtree(folder)
     good, *outs = llm.generate(["a"] * len(loras), GREEDY, lora_request=loras)
     assert ids([good]) == [alone(refs[1], good.prompt_token_ids)]
-    for out, name in zip(outs, names):
-        assert out.refused and name in out.error and "\n" not in out.error, (name, out.error)
+    for out, (words, *_) in zip(outs, SPOILT, strict=True):
+        assert out.refused and words in out.error and "\n" not in out.error, (words, out.error)
     assert "'other/model'" in outs[0].error
-    twice = LoRARequest("other", 1, folders["max_lora_rank=65"])
+    twice = LoRARequest("other", 1, loras[3].lora_path)
     (out,) = llm.generate("a", GREEDY, lora_request=twice)
     assert "'a' has: give it another lora_int_id" in out.error
-    (out,) = llm.generate("a", GREEDY, lora_request="nobody")
-    assert "no adapter 'nobody': known are" in out.error
 
 
-def test_calls_that_can_not_be_meant(three):
-    model, requests, _ = three
-    llm = engine(three, compile=False)
-    ask = lambda lora, llm=llm: llm.generate([[5]], lora_request=lora)
-    make = lambda model=model, **how: LLM(model, enable_lora=True, compile=False, **how)
-    for call, error, words in (
-        (lambda: ask(requests[0], LLM(model, compile=False)), ParamError, "enable_lora"),
-        (lambda: ask(7), ParamError, "lora_request"),
-        (lambda: ask(b"x"), ParamError, "lora_request"),
-        (lambda: ask(requests[:2]), ParamError, "2 values of lora_request for 1"),
-        (lambda: make(max_loras=2, max_cpu_loras=1), ParamError, "max_cpu_loras=1"),
-        (lambda: make(strategy="static"), ParamError, "strategy='continuous'"),
-        (lambda: make(tiny_model("bloom")), UnsupportedModelError, "packed"),
+def opened(model, **how):
+    return LLM(model, enable_lora=True, compile=False, **how)
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: opened(tiny_model("bloom")), UnsupportedModelError, "packed"),
         (lambda: read_modules(["just-a-name"]), ParamError, "name=folder"),
         (lambda: LoRARequest("x", 0, "y"), ValueError, "lora_int_id"),
         (lambda: LoRARequest("x", True, "y"), ValueError, "lora_int_id"),
         (lambda: LoRARequest("x", 1, ""), ValueError, "lora_path"),
         (lambda: LoRARequest("", 1, "y"), ValueError, "lora_name"),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+    ],
+)
+def test_settings_that_can_not_be_meant(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_names_and_folders_are_written_in_several_ways():
     assert read_modules(["a=b=c", '{"name": "d", "path": "e"}'])["a"].lora_path == "b=c"
     assert read_modules({"x": Path("y")})["x"].lora_int_id == 1
 
@@ -351,15 +368,15 @@ def test_at_most_so_many_are_in_memory_and_have_requests(three):
 
     llm.watchers.append(watch)
     plan = llm.plan([[5]] * 3, GREEDY, lora_request=requests)
+    for _ in range(2):  # those that had to go come again
+        prompts = [[5 + i, 9] for i in range(12)]
+        outs = llm.generate(prompts, GREEDY, lora_request=requests * 4)
+        assert ids(outs) == [alone(ref, p) for ref, p in zip(refs[1:] * 4, prompts)]
+    assert set.union(*(running for running, _ in seen)) == {1, 2, 3}
+    assert max(len(running) for running, _ in seen) == 1 and max(n for _, n in seen) <= 2
     parts = [read_adapter(Path(r.lora_path), llm.adapters.shapes, 64).values() for r in requests]
     largest = sorted(sum(p.down.nbytes + p.up.nbytes for p in some) for some in parts)[1:]
     assert plan.adapters_bytes == sum(largest) <= plan.adapters_limit_bytes
-    for _ in range(2):  # those that had to go come again
-        prompts = [[5 + i, 9] for i in range(12)]
-        outs = llm.generate(prompts, GREEDY, lora_request=[requests[i % 3] for i in range(12)])
-        assert ids(outs) == [alone(refs[1 + i % 3], p) for i, p in enumerate(prompts)]
-    assert set.union(*(running for running, _ in seen)) == {1, 2, 3}
-    assert max(len(running) for running, _ in seen) == 1 and max(n for _, n in seen) <= 2
     assert llm.adapters.nbytes <= plan.adapters_limit_bytes
 
 
@@ -421,13 +438,11 @@ def test_a_file_that_goes_takes_its_own_requests_alone(three, tmp_path):
     llm = engine(three, compile=False)
     folder = tiny_adapter(tmp_path / "x", model)
     got = {}
-    end = lambda e: e.finished and got.update({e.request_id: e.output})
     loras = dict(gone=LoRARequest("x", 7, folder), base=None, other=requests[0])
     for name, lora in loras.items():
-        llm.add_request([5, 6], GREEDY, end, name, lora_request=lora)
+        llm.add_request([5, 6], GREEDY, noting(got), name, lora_request=lora)
     shutil.rmtree(folder)  # after it was looked at, before it was read
-    while llm.step():
-        pass
+    drain(llm)
     assert "adapter 'x'" in got["gone"].error and "ask for it again" in got["gone"].error
     assert ids([got["base"], got["other"]]) == [alone(m, [5, 6]) for m in refs[:2]]
 
@@ -435,44 +450,84 @@ def test_a_file_that_goes_takes_its_own_requests_alone(three, tmp_path):
 @pytest.fixture
 def job(three, tmp_path):
     "An `LLM` that knows three adapters by name, and `run(lines)`: the records of a job over them."
-    from batchlab.jobs.job import Job
-
     modules = {r.lora_name: r.lora_path for r in three[1]}
     llm = LLM(three[0], tiny_tokenizer(), lora_modules=modules, max_lora_rank=64, compile=False)
 
-    def run(lines, **more):
+    def run(lines, kind=Job, **more):
         source, to = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         source.write_text("\n".join(map(json.dumps, lines)))
         to.unlink(missing_ok=True)
-        Job(source, to, ordered=True, say=lambda s: None, model_name="x/tiny", **more).run(llm)
-        return [json.loads(line) for line in to.read_text().splitlines()]
+        kind(source, to, ordered=True, say=lambda s: None, model_name="x/tiny", **more).run(llm)
+        return json_lines(to.read_text())
 
     return llm, run
 
 
-def test_lines_of_a_file_name_adapters(three, job):
+def served(llm):
+    "A client of a server of `llm`, which it calls tiny."
+    testclient = pytest.importorskip(
+        "starlette.testclient", reason="needs starlette.testclient: pip install '.[dev]'"
+    )
+    from batchlab.serve.app import create_app
+
+    return testclient.TestClient(create_app(llm, "tiny"))
+
+
+class OneWorker(RayRun):
+    "The run of a job on Ray whose only worker is in this process."
+
+    def results(self, portions, at_once, times):
+        queue = LineQueue(self.job, engine_in(*self.llm.engine))
+        with asyncio.Runner() as runner:
+            for lines in map(pickle.loads, map(pickle.dumps, portions)):
+                records = runner.run(queue.answer(lines))
+                yield [(line.number, record) for line, record in zip(lines, records)], ""
+            queue.llm.close()
+
+
+class WithoutRay(RayJob):
+    def start(self, stack):
+        engine = os.getcwd(), self.llm
+        return SimpleNamespace(**vars(engine_facts(*engine)), engine=engine)
+
+    def begin(self, llm, book, outbox):
+        return OneWorker(self, llm, book, outbox)
+
+
+def test_lines_of_a_file_name_adapters(three, job, tmp_path, monkeypatch):
+    "Also for a worker on Ray, which finds their folders from where the job is."
     llm, run = job
     want = [said(llm, m, "hi") for m in three[2]]
     named = [dict(model="a"), dict(adapter="b"), {}, dict(adapter="zz"), dict(model="gpt-4")]
-    lines = [ASKED | d for d in named]
-    records = run([*lines, lines[2] | dict(model="x/tiny")], any_model=True)
-    assert [r["text"] for r in records] == [want[1], want[2], want[0], None, None, want[0]]
-    assert "known are a, b, c" in records[3]["error"]["message"]
-    other = records[4]["error"]["message"]  # also with any_model
-    assert "line 5: there is no model 'gpt-4'" in other and "its adapters a, b, c" in other
+    lines = [ASKED | d for d in [*named, dict(model="x/tiny")]]
+    monkeypatch.chdir(tmp_path)
+    for part in (llm.model, llm.tokenizer):
+        part.save_pretrained("model")
+    for r in three[1]:
+        shutil.copytree(r.lora_path, r.lora_name)
+    how = dict(model="model", lora_modules={n: n for n in "abc"}, max_lora_rank=64, compile=False)
+    for kind in (Job, partial(WithoutRay, use_tqdm=False, llm=how)):
+        records = run(lines, kind, any_model=True)
+        assert [r["text"] for r in records] == [want[1], want[2], want[0], None, None, want[0]]
+        assert "known are a, b, c" in records[3]["error"]["message"]
+        other = records[4]["error"]["message"]  # also with any_model
+        assert "line 5: there is no model 'gpt-4'" in other and "its adapters a, b, c" in other
 
 
 def test_a_batch_file_names_adapters(three, job):
     llm, run = job
-    ask = lambda url, **body: dict(custom_id="1", method="POST", url=f"/v1/{url}", body=body)
-    [answer] = run([ask("completions", model="c", **ASKED)])
-    answer = answer["response"]["body"]
-    assert (answer["model"], answer["choices"][0]["text"]) == ("c", said(llm, three[2][3], "hi"))
     vectors = llm.embed(["hi"] * 3, lora_request=[None, *three[1][:2]])
-    lines = [ask("embeddings", model=name, input="hi") for name in ("tiny", "a", "b")]
-    records = run([line | dict(custom_id=str(i)) for i, line in enumerate(lines)])
-    bodies = [r["response"]["body"] for r in records]
-    for body, want in zip(bodies, vectors):
+    asked = [("completions", dict(ASKED, model="c"))]
+    asked += [("embeddings", dict(model=name, input="hi")) for name in ("tiny", "a", "b")]
+    answer, *bodies = (
+        record["response"]["body"]
+        for record in run(
+            dict(custom_id=str(i), method="POST", url=f"/v1/{url}", body=body)
+            for i, (url, body) in enumerate(asked)
+        )
+    )
+    assert (answer["model"], answer["choices"][0]["text"]) == ("c", said(llm, three[2][3], "hi"))
+    for body, want in zip(bodies, vectors, strict=True):
         assert body["data"][0]["embedding"] == pytest.approx(want.outputs.embedding, abs=1e-5)
     assert [b["model"] for b in bodies[1:]] == ["a", "b"]
 
@@ -487,15 +542,10 @@ def test_the_command_line_names_adapters():
 
 
 def test_the_server_has_adapters_as_models(three, job):
-    testclient = pytest.importorskip(
-        "starlette.testclient", reason="needs starlette.testclient: pip install '.[dev]'"
-    )
-    from batchlab.serve.app import create_app
-
     llm, requests, names = job[0], three[1], ("tiny", "a", "b")
     want = [said(llm, m, "hi") for m in three[2]]
     vectors = llm.embed(["hi"] * 3, lora_request=[None, *requests[:2]])
-    with testclient.TestClient(create_app(llm, "tiny")) as client:
+    with served(llm) as client:
         post = lambda url, **body: client.post(f"/v1/{url}", json=body)
         cards = client.get("/v1/models").json()["data"]
         parents = {c["id"]: c["parent"] for c in cards}
@@ -512,40 +562,34 @@ def test_the_server_has_adapters_as_models(three, job):
             body, near = post("embeddings", model=name, input="hi").json(), vector.outputs.embedding
             assert body["data"][0]["embedding"] == pytest.approx(near, abs=1e-5)
             assert body["model"] == name
-        assert post("completions", model="nobody", prompt="hi").status_code == 404
 
 
 def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
-    testclient = pytest.importorskip(
-        "starlette.testclient", reason="needs starlette.testclient: pip install '.[dev]'"
-    )
-    from batchlab.serve.app import create_app
-
     model, [a, b, _], _ = three
-    llm = LLM(
-        model, tiny_tokenizer(), lora_modules={"a": a.lora_path}, max_lora_rank=64, compile=False
+    llm = opened(
+        model, tokenizer=tiny_tokenizer(), lora_modules={"a": a.lora_path}, max_lora_rank=64
     )
     (tmp_path / "a").symlink_to(b.lora_path)
-    with testclient.TestClient(create_app(llm, "tiny")) as client:
-        post = lambda path, **body: client.post(path, json=body)
-        status = lambda path, **body: post(path, **body).status_code
+    urls = {
+        "/v1/completions": ASKED,
+        "/v1/embeddings": dict(input="hi"),
+        "/tokenize": dict(prompt="hi"),
+        "/detokenize": dict(tokens=[5]),
+    }
+    given = dict(lora_name="b", lora_int_id=1, lora_path=b.lora_path)
+    paths = b.lora_path, f"a/../{b.lora_path}", str(tmp_path / "a"), f"b={b.lora_path}"
+    with served(llm) as client:
+        post = lambda url, **body: client.post(url, json=urls.get(url, {}) | body)
+        status = lambda url, **body: post(url, **body).status_code
         for url in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-            assert status(url, lora_name="b", lora_path=b.lora_path, lora_int_id=1) == 404
-            paths = b.lora_path, f"a/../{b.lora_path}", str(tmp_path / "a"), f"b={b.lora_path}"
-        for name in (*paths, "./a", "A", "a ", "", "b"):  # a name is no path
-            assert status("/v1/completions", model=name, **ASKED) == 404, name
-            assert status("/v1/embeddings", model=name, input="hi") == 404, name
-        for bad in (["a"], {"name": "a", "path": b.lora_path}, 1):
-            for url, body in {
-                "/v1/completions": ASKED,
-                "/v1/embeddings": dict(input="hi"),
-                "/tokenize": dict(prompt="hi"),
-                "/detokenize": dict(tokens=[5]),
-            }.items():
-                assert status(url, model=bad, **body) == 400, (bad, url)
-        given = dict(lora_name="b", lora_int_id=1, lora_path=b.lora_path)
+            assert status(url, **given) == 404
+        for url in urls:
+            for name in (*paths, "./a", "A", "a ", "", "b"):  # a name is no path
+                assert "/v1/" not in url or status(url, model=name) == 404, name
+            for bad in (["a"], {"name": "a", "path": b.lora_path}, 1):
+                assert status(url, model=bad) == 400, (bad, url)
         for key, value in dict(lora_request=given, lora_path=b.lora_path, adapter="a").items():
-            answer = post("/v1/completions", model="tiny", **ASKED, **{key: value})
+            answer = post("/v1/completions", model="tiny", **{key: value})
             assert answer.status_code == 400 and key in answer.json()["error"]["message"]
         assert [c["id"] for c in client.get("/v1/models").json()["data"]] == ["tiny", "a"]
         assert llm.list_loras() == {1}
@@ -553,51 +597,26 @@ def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
 
 def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(three, tmp_path):
     pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
-    from batchlab.jobs.job import Job, JobError
     from batchlab.serve.app import create_app
 
-    model, [a, *_], _ = three
-    how = dict(max_lora_rank=8, compile=False)
-    make = lambda modules: LLM(model, tiny_tokenizer(), lora_modules=modules, **how)
-    for name, others in (("tiny", ()), ("also", ("also",))):
-        with pytest.raises(ParamError, match=f"model and an adapter are both called '{name}'"):
-            create_app(make({name: a.lora_path}), "tiny", others=others)
-    with pytest.raises(AdapterError, match="adapter 'x': there is no folder"):
-        create_app(make({"a": a.lora_path, "x": tmp_path / "nowhere"}), "tiny")
-    with pytest.raises(AdapterError, match="max_lora_rank=40"):
-        create_app(make({"big": three[1][2].lora_path}), "tiny")
-    with pytest.raises(ParamError, match="two adapters 'a'"):
-        make(["a=x", "a=y"])
-    (tmp_path / "in.jsonl").write_text('{"prompt": "hi", "model": "tiny"}')
-    with pytest.raises(JobError, match="both called 'tiny'"):
-        asked = Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model_name="tiny")
-        asked.run(make({"tiny": a.lora_path}))
-
-
-def mix(three, n):
-    "Adapters for the requests of a call, of three and none, and the models that have them merged."
-    return ([None, *three[1]] * n)[:n], (three[2] * n)[:n]
-
-
-def test_choices_with_adapters_are_those_of_merged_models(three):
-    llm = engine(three, compile=False, max_num_seqs=6)
-    longer = "A much longer prompt, of other words, which ends so:"
-    prompts = ["The sea is"] * 4 + [longer, "x", "The sea was", "The sea is"]
-    choices, (loras, refs) = [" blue", " warm and wide", " so"], mix(three, len(prompts))
-    tokens = lambda text: llm.tokenizer(text, add_special_tokens=False)["input_ids"]
-    for again in (False, True):
-        outs = llm.choose(prompts, choices, lora_request=loras)
-        assert [o.lora_request for o in outs] == loras
-        for prompt, ref, out in zip(prompts, refs, outs, strict=True):
-            n = len(start := llm.tokenizer(prompt)["input_ids"])
-            for choice in choices:
-                whole = torch.tensor([start + tokens(choice)])
-                scores = ref(whole).logits[0, n - 1 : -1].log_softmax(-1)
-                want = scores.gather(1, whole[0, n:, None])[:, 0]
-                assert out.token_logprobs[choice] == pytest.approx(want.tolist(), abs=1e-4)
-    assert len({o.logprobs[" so"] for o in outs[:4]}) == 4
-    one, other = llm.choose(prompts[:2], choices, lora_request=three[1][0])
-    assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    model, [a, _, c], _ = three
+    make = lambda modules: opened(
+        model, tokenizer=tiny_tokenizer(), lora_modules=modules, max_lora_rank=8
+    )
+    serve = lambda modules, *others: create_app(make(modules), "tiny", others=others)
+    source, of_a = tmp_path / "in.jsonl", {"a": a.lora_path}
+    source.write_text('{"prompt": "hi", "model": "tiny"}')
+    job = Job(source, tmp_path / "out.jsonl", model_name="tiny")
+    for call, error, words in (
+        (lambda: serve({"tiny": a.lora_path}), ParamError, "an adapter are both called 'tiny'"),
+        (lambda: serve({"also": a.lora_path}, "also"), ParamError, "both called 'also'"),
+        (lambda: serve(of_a | {"x": tmp_path / "no"}), AdapterError, "'x': there is no folder"),
+        (lambda: serve({"big": c.lora_path}), AdapterError, "max_lora_rank=40"),
+        (lambda: make(["a=x", "a=y"]), ParamError, "two adapters 'a'"),
+        (lambda: job.run(make({"tiny": a.lora_path})), JobError, "both called 'tiny'"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
 
 
 def test_a_table_with_a_column_of_adapters(three, tmp_path):
@@ -610,61 +629,34 @@ def test_a_table_with_a_column_of_adapters(three, tmp_path):
     (tmp_path / "in.csv").write_text("q,adapter\n" + lines)
     how = dict(prompt_template="{q}", setting_columns=["adapter"], ordered=True, model=llm)
     run(tmp_path / "in.csv", tmp_path / "out.jsonl", GREEDY, **how)
-    found = [json.loads(s) for s in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = json_lines((tmp_path / "out.jsonl").read_text())
     wanted = [r["q"] and said(llm, names[r["adapter"]], r["q"]) for r in rows]
-    assert [r["text"] or "" for r in found] == wanted and "'q' is empty" in found[3]["error"][
-        "message"
-    ]
+    assert [r["text"] or "" for r in found] == wanted
+    assert "'q' is empty" in found[3]["error"]["message"]
 
 
-def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three):
-    llm = engine(three, compile=False)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm, n, lora: llm.choose(["a"] * n, [" b", " c"], lora_request=lora),
+        lambda llm, n, lora: llm.generate(["a"] * n, GREEDY, lora_request=lora),
+    ],
+    ids=["choose", "generate"],
+)
+def test_an_adapter_that_can_not_be_had_is_one_prompts_error_in_all_calls(three, call):
+    llm, plain = engine(three, compile=False), LLM(three[0], tiny_tokenizer(), compile=False)
     loras = [LoRARequest("missing", 9, "nowhere"), three[1][0], "nobody"]
-    calls = (
-        lambda n, lora: llm.choose(["a"] * n, [" b", " c"], lora_request=lora),
-        lambda n, lora: llm.generate(["a"] * n, GREEDY, lora_request=lora),
-    )
-    chosen, outs = (call(3, loras) for call in calls)
-    for errors in ([o.error for o in chosen], [o.error for o in outs]):
-        assert "'missing': there is no folder" in errors[0] and errors[1] is None
-        assert "no adapter 'nobody'" in errors[2]
-    assert chosen[1].best and outs[1].outputs[0].text
-    for call in calls:
-        with pytest.raises(ParamError, match="2 values of lora_request for 1"):
-            call(1, loras[:2])
-        with pytest.raises(ParamError, match="must be a LoRARequest or the name"):
-            call(1, 7)
-    llm = LLM(three[0], tiny_tokenizer(), compile=False)
-    with pytest.raises(ParamError, match="enable_lora"):
-        calls[0](1, three[1][0])
-
-
-def test_workers_on_ray_have_adapters(three, tmp_path, monkeypatch):
-    pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
-    from batchlab.api.ray import RayJob
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    model, requests, refs = three
-    model.save_pretrained("model")
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained("model")
-    for r in requests:
-        shutil.copytree(r.lora_path, r.lora_name)  # found from here, wherever a worker runs
-    name = lambda i: {("model", "adapter")[i % 2]: "abc"[i % 4 - 1]} if i % 4 else {}
-    ask = lambda i: ASKED | dict(prompt=f"hi {'you ' * (i % 5)}") | name(i)
-    lines = [ask(i) for i in range(24)]
-    missing = dict(prompt="hi", adapter="zz")
-    Path("in.jsonl").write_text("\n".join(map(json.dumps, [*lines, missing])))
-    how = dict(max_lora_rank=64, max_num_seqs=4, compile=False, lora_modules={n: n for n in "abc"})
-    own = dict(workers=1, num_cpus=1, llm=dict(model="model", **how))
-    result = RayJob("in.jsonl", "out.jsonl", ordered=True, use_tqdm=False, **own).run()
-    *records, bad = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
-    prompts = [tokenizer(d["prompt"])["input_ids"] for d in lines]
-    want = [alone(refs[i % 4], p) for i, p in enumerate(prompts)]
-    assert [r["text"] for r in records] == tokenizer.batch_decode(want, skip_special_tokens=True)
-    assert (result.answered, result.failed) == (24, 1)
-    assert "known are a, b, c" in bad["error"]["message"]
+    missing, good, nobody = call(llm, 3, loras)
+    assert "'missing': there is no folder" in missing.error and good.error is None
+    assert "no adapter 'nobody': known are" in nobody.error
+    for asked, lora, words in (
+        (llm, loras[:2], "2 values of lora_request for 1"),
+        (llm, 7, "must be a LoRARequest or the name"),
+        (llm, b"x", "must be a LoRARequest or the name"),
+        (plain, loras[1], "enable_lora"),
+    ):
+        with pytest.raises(ParamError, match=words):
+            call(asked, 1, lora)
 
 
 @pytest.mark.parametrize("compile", [False, "auto"])

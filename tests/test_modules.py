@@ -88,9 +88,9 @@ def test_answers_are_transformers_own(kernels, family):
     assert generated(model, PROMPTS[1], 10) == want[1]
     llm = LLM(model, max_num_seqs=3, max_num_batched_tokens=20)
     assert llm.backend.name == "modules", llm.backend.why
-    assert ids(llm.generate(PROMPTS, greedy(10), use_tqdm=False)) == want
-    assert ids(llm.generate(PROMPTS[1:2], greedy(10), use_tqdm=False)) == want[1:2]
-    assert llm.verify(llm.generate(PROMPTS[:2], greedy(10), use_tqdm=False)).ok
+    assert ids(llm.generate(PROMPTS, greedy(10))) == want
+    assert ids(llm.generate(PROMPTS[1:2], greedy(10))) == want[1:2]
+    assert llm.verify(llm.generate(PROMPTS[:2], greedy(10))).ok
     held = weakref.ref(llm.backend.modules)
     llm.close()
     del llm
@@ -118,11 +118,6 @@ def test_int8(kernels, family):
     assert others <= {Int8Linear, PackedNorm, ChosenExperts}
     big = {new for name, was, new in replaced if was == "Linear" and "router" not in name}
     assert big == {"Int8Linear"}
-
-
-def test_int8_through_an_engine(kernels):
-    llm = LLM(tiny_model("phimoe"), quantization="int8")
-    assert llm.backend.name == "modules" and ids(llm.generate([[5, 6, 7]], greedy(4)))[0]
 
 
 def test_weights_go_as_they_are_packed(kernels, monkeypatch):

@@ -21,60 +21,38 @@ from batchlab.core.sampling import (
     BAD_LOGITS,
     NO_TOKEN,
     SamplingRow,
-    _banned,
     _check_vocab,
     _generator,
-    _of_row,
-    _places,
-    _steer_,
-    _steered,
     _word_ids,
-    allow_,
-    ban_,
-    bias_,
-    count_,
     draw_ids,
-    obey_,
     probabilities,
     processed_logits,
-    repeat_,
     sample,
 )
 from batchlab.core.text import Detokenizer
 from batchlab.errors import ParamError
+from helpers import json_lines
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 seeded = lambda s: torch.Generator().manual_seed(s)
 
 
-def toy(*settings, V=8):
-    "A row per dict of settings, with prompt [1, 2], output [3, 4, 3] and EOS 0; and logits -2, -1, 0, … for each."
-    rows = [SamplingRow.make(s, [1, 2], {0}, vocab_size=V) for s in settings]
-    for r in rows:
-        r.output_ids += [3, 4, 3]
-    return torch.arange(-2.0, V - 2).repeat(len(rows), 1), rows
-
-
-def finite(x):
-    return [r.isfinite().nonzero()[:, 0].tolist() for r in x]
-
-
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(temperature=-1), "temperature must be a finite number of at least 0, got -1"),
-        (dict(top_p=math.nan), "top_p must be a number above 0"),
-        (dict(n=2, temperature=0), "n must be 1 with temperature=0"),
-        (dict(temprature=1), "did you mean 'temperature'"),
-        (dict(num_beams=4), "unknown setting 'num_beams'"),
-        (dict(min_tokens=20), "min_tokens must be at most max_tokens=16"),
-        (dict(stop="END", detokenize=False), "use stop_token_ids instead"),
-        ("greedy", "a dict of its fields or None, got 'str'"),
-    ],
-)
+REFUSED = r"""
+[{"temperature": -1}, "temperature must be a finite number of at least 0, got -1"]
+[{"top_p": NaN}, "top_p must be a number above 0"]
+[{"n": 2, "temperature": 0}, "n must be 1 with temperature=0"]
+[{"temprature": 1}, "did you mean 'temperature'"]
+[{"num_beams": 4}, "unknown setting 'num_beams'"]
+[{"min_tokens": 20}, "min_tokens must be at most max_tokens=16"]
+[{"stop": "END", "detokenize": false}, "use stop_token_ids instead"]
+["greedy", "a dict of its fields or None, got 'str'"]
+"""
+
+
+@pytest.mark.parametrize("wrong, words", json_lines(REFUSED), ids=str)
 def test_what_makes_no_sense_is_refused(wrong, words):
     with pytest.raises(ParamError, match=words):
         SamplingParams.of(wrong)
@@ -111,71 +89,6 @@ def test_a_row_has_a_copy_of_its_settings():
         SamplingRow.make(mine, [5])
 
 
-# --- single tokens
-
-
-def test_rows_without_such_settings_are_left_alone():
-    some = [
-        dict(temperature=0.5, top_p=0.9),
-        dict(logit_bias={7: 1}),
-        dict(bad_words=[[5]]),
-        dict(min_tokens=1),
-        dict(presence_penalty=1),
-    ]
-    rows = [SamplingRow.make(s, [5], {0}) for s in some]
-    assert [_steered(r) for r in rows] == [False, True, True, True, False]
-    later = [_steered(replace(r, output_ids=[5])) for r in rows]
-    assert later == [False, True, True, False, True]
-
-
-def test_places_of_all_rows_in_one_list():
-    x, rows = toy({}, dict(temperature=0.5))
-    at = _places(x, rows, lambda r: r.output_ids)
-    assert at.tolist() == [3, 4, 3, 11, 12, 11] and x.view(-1)[at].tolist() == [1, 2, 1] * 2
-    assert _of_row(x, rows, at, lambda p: p.temperature).tolist() == [1, 1, 1, 0.5, 0.5, 0.5]
-
-
-class Growing:
-    "A grammar for a toy: ids that grow."
-
-    def mask_(self, x, output_ids):
-        x[:, : output_ids[-1] + 1] = -math.inf
-
-
-def test_forbidden_tokens():
-    x, rows = toy(
-        {},
-        dict(allowed_token_ids=[5, 1]),
-        dict(bad_words=[[6], [4, 3, 7], [3, 4, 7]]),  # the output is 3, 4, 3
-        dict(min_tokens=4, stop_token_ids=[5]),
-        dict(min_tokens=3),
-        {},
-    )
-    rows[5].grammar = Growing()
-    assert [_banned(r) for r in rows] == [[], [], [6, 7], [0, 5], [], []] and _steered(rows[5])
-    obey_(ban_(allow_(x, rows), rows), rows)
-    every = [*range(8)]
-    one, some = [1, 5], [1, 2, 3, 4, 6, 7]
-    assert finite(x) == [every, one, [0, 1, 2, 3, 4, 5], some, every, [4, 5, 6, 7]]
-
-
-def test_biases_and_penalties():
-    x, rows = toy(dict(logit_bias={0: 10, 7: -100}), {}, dict(logit_bias={2: -1.5}))
-    assert (bias_(x.clone(), rows) - x).nonzero().tolist() == [[0, 0], [0, 7], [2, 2]]
-    x, rows = toy(dict(repetition_penalty=2.0), {}, dict(repetition_penalty=0.5))
-    for b, penalty in ((0, 2.0), (2, 0.5)):
-        ids = torch.tensor([[1, 2, 3, 4, 3]])
-        theirs = RepetitionPenaltyLogitsProcessor(penalty)(ids, x[b : b + 1])
-        assert torch.equal(repeat_(x.clone(), rows)[b : b + 1], theirs)
-    once, each = dict(presence_penalty=1.0), dict(frequency_penalty=0.25)
-    x, rows = toy(once, each, dict(presence_penalty=-0.5, frequency_penalty=1.0))
-    moved = (count_(x.clone(), rows) - x)[:, 3:5]  # id 3 comes twice, 4 once
-    assert moved.tolist() == [[-1, -1], [-0.5, -0.25], [-1.5, -0.5]]
-    x, rows = toy({}, dict(logit_bias={7: -2}), dict(repetition_penalty=1.5))
-    P = _steer_(x, rows).softmax(-1)
-    assert P[1, 7] < P[0, 7] and P[2, 4] < P[0, 4]
-
-
 def test_a_row_that_fails_fails_alone():
     x = torch.randn(4, 300, generator=seeded(0))
     x[:2, 7] = math.nan
@@ -184,16 +97,6 @@ def test_a_row_that_fails_fails_alone():
     out = sample(x, [SamplingRow.make(s, [5]) for s in settings])
     assert out.token_ids == [None, None, None, int(x[3].argmax())]
     assert out.errors == {0: BAD_LOGITS, 1: BAD_LOGITS, 2: NO_TOKEN}
-
-
-def test_a_filter_hides_what_can_not_be_drawn():
-    x = torch.randn(1, 300, generator=seeded(0))
-    how = dict(temperature=2, top_k=2, logprobs=5, logprobs_mode="processed_logprobs", seed=0)
-    [found] = sample(x, [SamplingRow.make(how, [5])]).logprobs
-    assert len(found) == 2
-    [every] = sample(x, [SamplingRow.make(dict(logprobs=-1, seed=0), [5])]).logprobs
-    assert len(every) == 300
-    assert sum(math.exp(l.logprob) for l in every.values()) == pytest.approx(1, abs=1e-4)
 
 
 # --- against transformers
@@ -229,11 +132,9 @@ def reference(logits, row):
 
 
 def any_params(rng, V):
-    "Random settings, all kinds together."
+    "Random settings: all kinds together, or one alone."
     r = rng.choice
-    return SamplingParams(
-        seed=rng.randrange(99),
-        temperature=r([0, 0.3, 0.7, 1.0, 1.5, 3.0]),
+    kinds = dict(
         top_p=r([1.0, 0.1, 0.5, 0.9, 0.99]),
         top_k=r([0, 1, 3, 40, 200]),
         min_p=r([0, 0, 0.05, 0.3]),
@@ -247,6 +148,10 @@ def any_params(rng, V):
         logit_bias=r([None, {9: 3.0, 11: -100}]),
         allowed_token_ids=r([None, None, rng.sample(range(V), V // 2)]),
     )
+    if rng.random() < 0.5:
+        kinds = dict([r([*kinds.items()])])
+    temperature = r([0, 0.3, 0.7, 1.0, 1.5, 3.0])
+    return SamplingParams(seed=rng.randrange(99), temperature=temperature, **kinds)
 
 
 def any_row(rng, V):

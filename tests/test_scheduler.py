@@ -9,10 +9,9 @@ import pytest
 
 from batchlab.core import scheduler
 from batchlab.core.batch import make_batch
-from batchlab.core.blocks import Block, BlockIndex, BlockPool, Hit, KVBudget
-from batchlab.core.hashes import chunk_hashes
-from batchlab.core.request import CountTask, Request, Row, RowOutput, StepPlan
-from batchlab.core.scheduler import Scheduler, SlotTable, _append
+from batchlab.core.blocks import BlockPool, Hit, KVBudget
+from batchlab.core.request import Request, RowOutput
+from batchlab.core.scheduler import Scheduler, _append
 from batchlab.llm.rectangle import PaddedScheduler
 from helpers import ROOT, step_of
 
@@ -47,226 +46,6 @@ def complaint(f):
 # --- the blocks
 
 
-class Play:
-    "Random moves on a pool; `memory[i]`: what really lies in block i, as `(root, token)`."
-
-    def __init__(self, kind, seed):
-        self.rng, self.memory, self.live, self.copies, self.counts = (
-            random.Random(seed),
-            {},
-            [],
-            [],
-            {},
-        )
-        self.budget = KVBudget(self.rng.choice([None, 40, 60]))
-        self.pool = kind(self.rng.choice([1, 2, 4, 16]), self.budget, self.rng.random() < 0.9)
-
-    def enter(self):
-        p, root, new = self.pool, self.rng.choice([b"", b"", b"adapter 1"]), self.rng.randint(1, 7)
-        ids = [self.rng.randrange(2)] * self.rng.randrange(9) + [
-            self.rng.randrange(3) for _ in range(new)
-        ]
-        hit = p.find(
-            ids, self.rng.choice([None, chunk_hashes(ids, p.index.chunk_size, root)]), root
-        )
-        assert hit.num_tokens == self.longest(ids, root), "find missed something"
-        table, copies, n = p.enter(ids, hit, root)
-        assert sum((p.blocks[i].token_ids for i in table), [])[:n] == ids[:n] and n < len(ids), (
-            "other tokens than it was told"
-        )
-        self.copies += copies
-        self.live.append(SimpleNamespace(ids=ids, root=root, table=table, n=n))
-        return (
-            "shared and copied"
-            if hit.blocks and copies
-            else "copied"
-            if copies
-            else "shared"
-            if table
-            else "nothing found"
-        )
-
-    def longest(self, ids, root):
-        "The longest prefix of `ids` that lies in blocks which can be found, the slow way."
-        best, size, reach = 0, self.pool.block_size, {root: 0}
-        for b in (
-            sorted(self.pool.blocks, key=lambda b: len(b.token_ids), reverse=True) * 20
-        ):  # parents may come later
-            at = reach.get(b.parent, -1)
-            if not b.listed or at < 0:
-                continue
-            pairs = list(zip(b.token_ids, ids[at:-1]))
-            agree = next((k for k, (x, y) in enumerate(pairs) if x != y), len(pairs))
-            best = max(best, at + agree)
-            if agree == size:
-                reach[b.hash] = at + size
-        return best
-
-    def step(self):
-        "Copies that were promised are made, before anything else is written."
-        for source, target, k in self.copies:
-            self.memory[target] = self.memory[source][:k]
-            self.pool.release([source])
-        self.copies.clear()
-
-    def grow(self):
-        self.step()
-        r, p, new = self.rng.choice(self.live), self.pool, self.rng.randint(1, 5)
-        end = min(r.n + new, len(r.ids)) if r.n < len(r.ids) else r.n + 1
-        r.ids += [self.rng.randrange(3) for _ in range(end - len(r.ids))]
-        while len(r.table) < p.blocks_for(end):
-            if (i := p.take(r.table[-1] if r.table else None)) is None:
-                return "no memory"
-            self.memory[i] = []
-            r.table.append(i)
-        for k in range(r.n, end):
-            assert p.blocks[r.table[k // p.block_size]].refs == 1, "writes into another's block"
-            self.memory[r.table[k // p.block_size]].append((r.root, r.ids[k]))
-        p.commit(r.table, r.n, r.ids[r.n : end], r.root)
-        r.n = end
-
-    def end(self):
-        self.step()
-        r = self.live.pop(self.rng.randrange(len(self.live)))
-        self.pool.release(r.table, keep=self.rng.random() < 0.8)
-
-    def other(self):
-        self.budget.claim("another", self.rng.choice([0, 8, 16]))
-
-    def move(self):
-        act = self.rng.choice(
-            ["enter", "enter", "grow", "grow", "grow", "grow", "end", "step", "forget", "other"]
-        )
-        if act in ("grow", "end") and not self.live:
-            return
-        if act == "forget":
-            self.pool.forget() if self.rng.random() < 0.2 else None
-        else:
-            act = getattr(self, act)() or act
-        self.counts[act] = self.counts.get(act, 0) + 1
-        check_pool(self.pool)
-        promised = {target for _, target, _ in self.copies}
-        assert all(
-            [t for _, t in self.memory.get(i, [])] == b.token_ids
-            or i in promised
-            or not (b.refs or b.listed)
-            for i, b in enumerate(self.pool.blocks)
-        ), "the books are wrong"
-        for r in self.live:
-            lies = sum((self.memory.get(i, []) for i in r.table), [])
-            assert promised & {*r.table} or lies[: r.n] == [(r.root, t) for t in r.ids[: r.n]], (
-                "another's keys"
-            )
-        held = [i for r in self.live for i in r.table] + [source for source, _, _ in self.copies]
-        assert all(b.refs == held.count(i) for i, b in enumerate(self.pool.blocks)), (
-            "refs are wrong"
-        )
-
-
-def play(kind, seed, moves=150):
-    game = Play(kind, seed)
-    for _ in range(moves):
-        game.move()
-    return game
-
-
-def test_the_books_of_a_pool_are_right_whatever_the_order():
-    made, evictions = Counter(), 0
-    for seed in range(60):
-        game = play(BlockPool, seed)
-        made.update(game.counts)
-        evictions += game.pool.evictions
-    assert len(made) == 10 and min(made.values()) > 20 and evictions > 100, made
-
-
-class NeverUnlists(BlockPool):
-    "An entry of the index outlives its block."
-
-    def _empty(self, i):
-        b = self.blocks[i]
-        b.token_ids, b.parent, b.hash = [], b"", None
-
-
-class SharesTooMuch(BlockPool):
-    "The partial hit is shared, not copied."
-
-    def enter(self, ids, hit, root=b""):
-        for i in hit.blocks + [hit.source] * (hit.n > 0):
-            self.share(i)
-        return hit.blocks + [hit.source] * (hit.n > 0), [], hit.num_tokens
-
-
-class ForgetsRoot(BlockPool):
-    "Adapters are mixed up."
-
-    def commit(self, table, start, ids, root=b""):
-        super().commit(table, start, ids)
-
-
-class UnpinnedSource(BlockPool):
-    "A source is not held until its copy is made."
-
-    def enter(self, ids, hit, root=b""):
-        table, copies, n = super().enter(ids, hit, root)
-        self.release([c[0] for c in copies])
-        return table, copies, n
-
-
-class NoBudget(BlockPool):
-    "Takes memory that was not there."
-
-    def take(self, after=None):
-        if (i := super().take(after)) is None:
-            self.blocks.append(Block(refs=1))
-        return len(self.blocks) - 1 if i is None else i
-
-
-@pytest.mark.parametrize(
-    "kind", [NeverUnlists, SharesTooMuch, ForgetsRoot, UnpinnedSource, NoBudget]
-)
-def test_a_pool_with_a_mistake_is_found(kind):
-    assert any(complaint(lambda: play(kind, seed)) for seed in range(60))
-
-
-PLANTS = {
-    "a reference is lost": lambda p: setattr(p.blocks[1], "refs", 0),
-    "a free block is put down twice": lambda p: p.free.append(p.free[0]),
-    "a token is exchanged": lambda p: p.blocks[2].token_ids.__setitem__(0, 55),
-    "a full block is not in the index": lambda p: p.index.full.clear(),
-    "a cached block is not listed": lambda p: p.index.remove(2),
-    "a free block keeps its tokens": lambda p: p.blocks[0].token_ids.append(5),
-    "another owner takes the budget": lambda p: p.budget.claims.update(another=30),
-}
-
-
-@pytest.mark.parametrize("plant", PLANTS)
-def test_books_that_disagree_are_found(plant):
-    pool = BlockPool(4, KVBudget(40))  # block 0 is free, 1 and 3 are held, 2 is cached
-    spare = pool.take()
-    pool.release(start(pool, A)[0])
-    start(pool, [1, 2, 3, 4, 70, 71])
-    pool.release([spare])
-    check_pool(pool)
-    PLANTS[plant](pool)
-    assert complaint(lambda: check_pool(pool))
-
-
-def test_an_index_leads_to_blocks_and_tokens_are_compared():
-    blocks = [Block(token_ids=[1, 2, 3, 4]), Block(token_ids=[1, 2, 9])]
-    index = BlockIndex(blocks, 4)
-    for i in range(2):
-        index.add(i)
-    name = blocks[0].hash
-    blocks.append(Block(token_ids=[7], parent=name))
-    index.add(2)
-    found = [index.longest(b"", ids) for ids in ([1, 2, 9, 9], [1, 2, 3, 9], [5], [])]
-    assert found == [(3, 1), (3, 0), (0, None), (0, None)]
-    assert (index.longest(name, [7, 7]), index.longest(b"x", [7])) == ((1, 2), (0, None))
-    for i in (1, 0):
-        index.remove(i)
-    assert (index.full, index.children) == ({}, {name: {2: None}})
-
-
 def test_a_prefix_is_shared_block_by_block_and_its_last_tokens_are_copied():
     pool = BlockPool(4)
     a, _ = start(pool, A)
@@ -296,20 +75,9 @@ def test_a_prompt_that_is_cached_whole_writes_into_a_copy():
 def test_another_root_finds_nothing():
     pool = BlockPool(4)
     start(pool, A)
-    assert pool.find(A, root=b"adapter 1").num_tokens == 0
     start(pool, A, root=b"adapter 1")
     found = [pool.find(A, root=root).blocks for root in (b"", b"adapter 1", b"adapter 2")]
     assert found == [[0, 1], [3, 4], []]
-
-
-@pytest.mark.parametrize(
-    "size, ids", [(4, [5]), (4, [1, 2, 3, 4]), (4, [*range(8)]), (1, [5, 6, 7]), (64, [1, 2, 3])]
-)
-def test_all_tokens_but_the_last_are_found(size, ids):
-    pool = BlockPool(size)
-    pool.release(start(pool, ids)[0])
-    table, n = start(pool, ids)
-    assert (n, pool.num_held, pool.find([]).num_tokens) == (len(ids) - 1, len(table), 0)
 
 
 def test_a_pool_without_a_cache_and_one_without_memory():
@@ -417,57 +185,69 @@ def test_a_state_that_is_wrong_is_found():
 
 def random_case(rng):
     "A scheduler with random limits, and random requests for it."
-    seqs, size, paged = (
-        rng.randint(1, 8),
-        rng.choice([1, 2, 4, 16, 24, 64, 128]),
-        rng.random() < 0.8,
-    )
+    seqs, patience = rng.randint(1, 8), rng.choice([0, 3, 256])
     limits = (
         seqs,
         seqs + rng.randint(1, 60),
         rng.randint(256, 500) if rng.random() < 0.6 else None,
     )
-    patience = rng.choice([0, 3, 256])
     online = rng.choice([0, 0.5, 1])  # the part of the requests that somebody waits for
-    if paged:
-        s = Scheduler(
-            *limits,
-            block_size=size,
-            prefix_caching=rng.random() < 0.8,
-            chunked=rng.random() < 0.8,
-            patience=patience,
-        )
+    if rng.random() < 0.8:
+        how = dict(prefix_caching=rng.random() < 0.8, chunked=rng.random() < 0.8)
+        size = rng.choice([1, 2, 4, 16, 24, 64, 128])
+        s = Scheduler(*limits, block_size=size, patience=patience, **how)
     else:
         order = rng.choice([None, lambda r: r.prompt_ids[0]])
         s = PaddedScheduler(*limits, barrier=rng.random() < 0.5, order=order, patience=patience)
     heads = [random_ids(rng, 60, 60) for _ in range(3)]
-    prompts = [
-        rng.choice(heads)[: rng.randint(1, 60)] + random_ids(rng, 0, 60)
-        for _ in range(rng.randint(1, 15))
-    ]
-    return s, [
-        Request(
-            str(i),
-            p,
-            rng.choice([1, 5, 20, 60, 120]),
-            rng.choice([0, 0, 0, 1, -1]),
-            adapter=rng.choice([0, 0, 1]),
-            online=rng.random() < online,
-        )
-        for i, p in enumerate(prompts)
-    ]
+    draw = lambda i: Request(
+        str(i),
+        rng.choice(heads)[: rng.randint(1, 60)] + random_ids(rng, 0, 60),
+        rng.choice([1, 5, 20, 60, 120]),
+        rng.choice([0, 0, 0, 1, -1]),
+        adapter=rng.choice([0, 0, 1]),
+        online=rng.random() < online,
+    )
+    return s, [draw(i) for i in range(rng.randint(1, 15))]
 
 
-def storm(seed, seen, model=FakeModel):
-    "Run one random case with everything that can happen to it; counts what has happened in `seen`."
+def longest(pool, ids, root):
+    "How many of `ids`, but the last, lie in blocks that can be found: the slow way."
+    best, reach, behind = 0, [(root, 0)], {}
+    for b in pool.blocks:
+        if b.listed:
+            behind.setdefault(b.parent, []).append(b)
+    for parent, at in reach:
+        for b in behind.get(parent, ()):
+            pairs = list(zip(b.token_ids, ids[at:-1]))
+            agree = next((k for k, (x, y) in enumerate(pairs) if x != y), len(pairs))
+            best = max(best, at + agree)
+            if agree == pool.block_size:
+                reach.append((b.hash, at + agree))
+    return best
+
+
+def check_find(s):
+    "That all is found that there is in memory of the next request."
+    if s.block_size and s.pool.prefix_caching and s.waiting and s.pool.tier is None:
+        r = s.waiting[0]
+        there = longest(s.pool, r.token_ids[: r.first_logits + 1], s.slots.root_of(r))
+        assert s.slots.find(r).num_tokens == there, "find missed something"
+
+
+def storm(seed, seen, model=FakeModel, prepare=lambda s, model: None):
+    "Run one random case with everything that can happen to it; counts what has happened in `seen`. The scheduler."
     rng, steps = random.Random(seed), 0
     (s, requests), chance = random_case(rng), lambda p: rng.random() < p
     model, todo = model(s.block_size), list(requests)
+    prepare(s, model)
     while todo or s.has_unfinished:
         while todo and chance(0.5):
             s.add(todo.pop())
         if chance(0.005) and s.waiting:
             s.finish(rng.choice(s.waiting), "cancelled")
+        if chance(0.3):
+            check_find(s)
         plan = s.schedule()
         check_invariants(s, plan)
         if chance(0.005) and s.running:
@@ -506,13 +286,14 @@ def storm(seed, seen, model=FakeModel):
         recomputed=s.ledger.recomputed,
         **Counter(r.finish_reason for r in requests),
     )
+    return s
 
 
 def test_drawn_cases(monkeypatch):
     "Cancelled at any point, preempted, steps that fail: each request gets the oracle's tokens, as many as it came to."
     seen = Counter()
     monkeypatch.setattr(scheduler, "BESIDE", 8)
-    for seed in range(250):
+    for seed in range(160):
         storm(seed, seen)
     assert seen["requests"] == seen["length"] + seen["cancelled"]
     events = "copies", "failed", "preemptions", "cancelled", "full", "evictions"
@@ -550,40 +331,6 @@ def test_a_batch_that_is_spoilt_is_noticed(name):
     assert (found > 0) == (name != "nothing")
 
 
-def test_what_a_row_reads_depends_on_its_copy():
-    a = Request("a", [5, 6, 7, 8], slot=0, block_table=[0, 1])
-    b = Request("b", [5, 6, 7, 9], slot=1, block_table=[0, 2])
-
-    def second_step(copies):
-        model = FakeModel(block_size=2)
-        model.execute(make_batch(StepPlan([Row(a, 0, 4)]), 2))
-        model.kv[2] = [1, 1]  # left there by an earlier request
-        return model.execute(make_batch(StepPlan([Row(b, 3, 1)], copies), 2))[0]
-
-    assert second_step([(1, 2, 1)]) == FakeModel().alone(b)[0] != second_step([])
-    with pytest.raises(TypeError):  # never written
-        FakeModel(2).execute(make_batch(StepPlan([Row(b, 3, 1)]), 2))
-
-
-def test_rows_of_a_plan():
-    a = Request("a", [5, 6], slot=0, block_table=[0])
-    b = Request("b", [1, 2, 3, 4], slot=1, block_table=[2])
-    c = Request("c", [7], output_ids=[40], num_computed_tokens=1, slot=2, block_table=[3])
-    plan = StepPlan([Row(a, 1, 1), Row(c, 1, 1), Row(b, 0, 3)])
-    batch = make_batch(plan, block_size=4)
-    assert [(r.samples, r.num_logits) for r in plan.rows] == [(True, 1), (True, 1), (False, 0)]
-    assert (plan.num_tokens, batch.logits_at) == (5, [0, 1])
-    asks = Request("asks", [5, 6, 7, 8, 9], task=CountTask(3))  # how likely was its last token?
-    rows = Row(asks, 0, 5).num_logits, Row(asks, 0, 3).num_logits
-    assert (asks.first_logits, *rows) == (3, 2, 0)
-    later = Request(
-        "later", [5, 6, 7, 8, 9], max_tokens=3, output_ids=[40, 41], num_computed_tokens=6
-    )
-    parts = [later.tokens(3, 6), later.tokens(1, 3), later.tokens(6, 1), later.tokens(4, 2)]
-    assert parts == [[8, 9, 40, 41], [6, 7, 8], [41], [9, 40]]
-    assert later.append(42) == "length"  # the third of max_tokens=3
-
-
 def test_tokens_beyond_the_end_and_a_text_that_raises():
     r = Request("a", [5, 6], max_tokens=3)
     assert _append(r, RowOutput([7])) == (None, None)
@@ -593,37 +340,6 @@ def test_tokens_beyond_the_end_and_a_text_that_raises():
     text = SimpleNamespace(append=lambda *a: 1 / 0)
     why, said = _append(Request("b", [5], task=text), RowOutput([7]))
     assert why == "error" and "its text failed with ZeroDivisionError" in said
-
-
-def test_the_queue_is_in_order_of_rank_whoever_leaves_it():
-    s = Scheduler(2, 8, block_size=4)
-    named = dict(a=1, b=0, c=0).items()
-    a, b, c = (s.add(Request(name, [5, 6, 7], priority=p)) for name, p in named)
-    assert s.waiting == [b, c, a]
-    s.slots.enter(b, s.slots.find(b))
-    s.waiting.remove(b)
-    s.finish(c, "cancelled")
-    s.preempt(b)
-    assert (s.waiting, s.running, s.slots.free, b.num_preemptions) == ([b, a], [], [0, 1], 1)
-
-
-def test_what_a_request_is_found_to_have():
-    slots = SlotTable(3, BlockPool(block_size=4, budget=KVBudget(32)))
-    a, b = Request("a", list(range(10))), Request("b", list(range(9)) + [40, 41])
-    c, found = Request("c", list(range(10)), adapter=1), []
-    for r in (a, b, c):
-        copies = slots.enter(r, slots.find(r))
-        found.append((r.num_computed_tokens, copies))
-        assert slots.grow(r, r.num_tokens)
-        for source, _, _ in copies:
-            slots.pool.release([source])  # the copy is made
-        slots.commit(r, r.num_computed_tokens, r.num_tokens)
-    check_pool(slots.pool)
-    assert found == [(0, []), (9, [(2, 3, 1)]), (0, [])]
-    assert b.block_table[:2] == a.block_table[:2]
-    assert (slots.grow(a, 16), slots.grow(a, 17)) == (True, False)  # seven of eight are held
-    slots.leave(c)
-    assert slots.grow(a, 17)
 
 
 def prompts(*lengths, max_tokens=1):
@@ -643,12 +359,6 @@ def prompts(*lengths, max_tokens=1):
 def test_tokens_of_each_step(limits, requests, tokens):
     assert Scheduler(*limits).schedule().rows == []
     assert [step.num_tokens for step in run(Scheduler(*limits), requests)] == tokens
-
-
-def test_a_prompt_that_must_be_whole_and_is_over_the_budget_has_a_step_of_its_own():
-    requests = [Request("a", [1, 2], 3), Request("b", [5] * 17, 2)]
-    history = run(Scheduler(2, 16, chunked=False), requests)
-    assert [step.num_tokens for step in history] == [2, 1, 1, 17, 1]
 
 
 def beside_a_long_prompt(online, budget, stream, n=8000):

@@ -1,16 +1,15 @@
 "Speculation: the same tokens as without, to the bit, whatever is drafted; and drafts only where they pay."
 
 import itertools, logging, random
+from types import SimpleNamespace
 
 import pytest, torch
 
-from batchlab import LLM
+from batchlab import LLM, SamplingParams
 from batchlab.core.generation import Generation
-from batchlab.core.params import SamplingParams
 from batchlab.core.request import Request, Row, StepPlan
 from batchlab.core.sampling import SamplingRow
 from batchlab.core.scheduler import Scheduler
-from batchlab.errors import ParamError
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.models.tiny import tiny_adapter
 from batchlab.view.tracefile import Trace
@@ -24,7 +23,7 @@ from batchlab.tasks.speculation import (
     TextPool,
     num_worth,
 )
-from helpers import generated, greedy, ids, oracle
+from helpers import drain, generated, greedy, ids, json_lines, oracle, raising
 from invariants import check_invariants
 
 WAYS = dict(
@@ -32,11 +31,6 @@ WAYS = dict(
     torch=dict(compile=False),
     int8=dict(quantization="int8"),
     w4a8=dict(quantization="w4a8"),
-)
-SCHEMA = dict(
-    type="object",
-    properties=dict(name=dict(enum=["red", "green"]), count=dict(type="integer", maximum=99)),
-    required=["name", "count"],
 )
 
 
@@ -69,32 +63,33 @@ def checked(llm):
     return llm
 
 
-def drawn_params(rng, structured=True):
-    "Settings of a request, of any kind that sampling knows."
-    seed, n = rng.randrange(99), rng.choice((1, 4, 12, 24))
-    kinds = [
-        dict(temperature=0),
-        dict(temperature=0, logprobs=2),
-        dict(temperature=0, ignore_eos=True, prompt_logprobs=1),
-        dict(temperature=1.2, seed=seed),
-        dict(temperature=1.2, seed=seed, top_p=0.9, logprobs=1, ignore_eos=True),
-        dict(temperature=0.9, seed=seed, top_k=20, n=2),
-        dict(temperature=0, frequency_penalty=0.8, presence_penalty=0.3),
-        dict(temperature=1, seed=seed, repetition_penalty=1.3, min_tokens=min(n, 4)),
-        dict(temperature=0, min_tokens=min(n, 4), stop_token_ids=[*range(3, 200)]),
-        dict(temperature=1, seed=seed, min_tokens=min(n, 5), stop_token_ids=[*range(3, 200)]),
-        dict(temperature=0, bad_words=[[5, 6], [7]], logit_bias={9: 2.0}),
-        dict(temperature=1, seed=seed, stop=["e", "th"], logprobs=0),
-        dict(temperature=0, stop_token_ids=[*range(40, 60)], logprobs=1),
-        dict(temperature=1, seed=seed, logprobs=2, logprobs_mode="processed_logprobs", min_p=0.1),
-    ]
-    if structured:
-        kinds.append(dict(temperature=0, structured_outputs=dict(json=SCHEMA)))
-        kinds.append(
-            dict(temperature=1, seed=seed, structured_outputs=dict(json=SCHEMA), logprobs=1)
-        )
-        kinds.append(dict(temperature=1, seed=seed, structured_outputs=dict(regex="(ab|cd){2,9}!")))
-    return SamplingParams(max_tokens=n, **rng.choice(kinds))
+# Settings of any kind that sampling knows; the last are held to a form.
+KINDS = r"""
+{"temperature": 0}
+{"temperature": 0, "logprobs": 2}
+{"temperature": 0, "ignore_eos": true, "prompt_logprobs": 1}
+{"temperature": 1.2}
+{"temperature": 1.2, "top_p": 0.9, "logprobs": 1, "ignore_eos": true}
+{"temperature": 0.9, "top_k": 20, "n": 2}
+{"temperature": 0, "frequency_penalty": 0.8, "presence_penalty": 0.3}
+{"temperature": 1, "repetition_penalty": 1.3, "min_tokens": 4}
+{"temperature": 0, "bad_words": [[5, 6], [7]], "logit_bias": {"9": 2.0}}
+{"temperature": 1, "stop": ["e", "th"], "logprobs": 0}
+{"temperature": 0, "stop_token_ids": [40, 43, 46, 49, 52, 55, 58], "logprobs": 1}
+{"temperature": 1, "logprobs": 2, "logprobs_mode": "processed_logprobs", "min_p": 0.1}
+{"temperature": 0, "structured_outputs": {"json": {"enum": ["red", "green", 99]}}}
+{"temperature": 1, "structured_outputs": {"json": {"enum": ["red", "green", 99]}}, "logprobs": 1}
+{"temperature": 1, "structured_outputs": {"regex": "(ab|cd){2,9}!"}}
+"""
+MANY_ENDS = dict(min_tokens=5, stop_token_ids=[*range(3, 200)])
+ALL_KINDS = [*json_lines(KINDS), *(MANY_ENDS | dict(temperature=t) for t in (0, 1))]
+
+
+def drawn_params(rng):
+    "Settings of a request, of any kind."
+    kind, n = rng.choice(ALL_KINDS), rng.choice((1, 4, 12, 24))
+    least = min(n, kind.get("min_tokens", 0))
+    return SamplingParams(**kind | dict(seed=rng.randrange(99), max_tokens=n, min_tokens=least))
 
 
 def seen(out):
@@ -114,8 +109,12 @@ def drawn_prompts(rng, n):
     ]
 
 
-def answers_of(outs):
+def known(prompts, answers):
     "The tokens of each answer, by prompt and index."
+    return {(tuple(p), 0): list(tokens) for p, tokens in zip(prompts, answers, strict=True)}
+
+
+def answers_of(outs):
     return {
         (tuple(o.prompt_token_ids), c.index): list(c.token_ids) for o in outs for c in o.outputs
     }
@@ -140,12 +139,12 @@ def test_all_that_is_seen_is_the_same(arch, way, dtype):
     rng = random.Random(f"{arch} {way} {dtype}")
     prompts = drawn_prompts(rng, 24)
     params = [drawn_params(rng) for _ in prompts]
-    outs = plain.generate(prompts, params, use_tqdm=False)
+    outs = plain.generate(prompts, params)
     for how in (dict(), dict(max_num_seqs=4, max_num_batched_tokens=24, kv_cache_bytes=2**17)):
         llm = LLM(model, tiny_tokenizer(), speculation="lookup", **WAYS[way], **how)
         assert llm.engines.proposer is not None
         llm.engines.proposer = Drawn(answers_of(outs), 1)
-        got = checked(llm).generate(prompts, params, use_tqdm=False)
+        got = checked(llm).generate(prompts, params)
         for a, b in zip(outs, got):
             if exact:
                 assert seen(a) == seen(b), a.params
@@ -159,33 +158,27 @@ def test_all_that_is_seen_is_the_same(arch, way, dtype):
 def test_rows_that_are_steered_at_first(more):
     "Right drafts for rows that may not end yet, alone and among others."
     llm = LLM(tiny_model("llama", seed=1), tiny_tokenizer(), compile=False)
+    drafting = LLM(llm.model, llm.tokenizer, compile=False, speculation="lookup")
     ends = dict(stop_token_ids=[*range(3, 200)], max_tokens=12)
     params = [SamplingParams(**more, min_tokens=k, **ends) for k in range(9)]
     prompts = [[7, 8, 9, 10 + k] for k in range(9)]
-    want = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    outs = llm.generate(prompts, params)
+    drafting.engines.proposer = Drawn(answers_of(outs), 1, right=1.0)
     for some in ([4], [*range(9)], [*range(8, -1, -1)]):
-        known = {tuple(prompts[i]): want[i] for i in some}
-        drafting = LLM(llm.model, llm.tokenizer, compile=False, speculation="lookup")
-        drafting.engines.proposer.draft_ids = lambda r, most: known[tuple(r.prompt_ids)][
-            len(r.output_ids) :
-        ][:most]
         got = drafting.generate([prompts[i] for i in some], [params[i] for i in some])
-        assert [o.outputs[0].token_ids for o in got] == [want[i] for i in some]
-        assert drafting.stats().accepted_tokens > 0
+        assert ids(got) == [ids(outs)[i] for i in some]
+    assert drafting.stats().accepted_tokens > 0
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3_moe", "gemma2", "gpt_oss"])
 def test_as_the_oracle_and_generate(arch):
     eager = dict(attn_implementation="eager") if arch == "gemma2" else {}
-    model = tiny_model(arch, seed=4, **eager)
-    rng = random.Random(arch)
-    prompts = drawn_prompts(rng, 5)
+    model, prompts = tiny_model(arch, seed=4, **eager), drawn_prompts(random.Random(arch), 5)
     want = oracle(model, prompts, 20)
     assert want == [generated(model, p, 20) for p in prompts]
     llm = LLM(model, speculation="lookup", max_num_seqs=3)
-    known = {(tuple(p), 0): w for p, w in zip(prompts, want)}
-    llm.engines.proposer = Drawn(known, 2)
-    assert ids(checked(llm).generate(prompts, greedy(20), use_tqdm=False)) == want
+    llm.engines.proposer = Drawn(known(prompts, want), 2)
+    assert ids(checked(llm).generate(prompts, greedy(20))) == want
     assert drafted(llm)[0] > 0
 
 
@@ -200,11 +193,11 @@ def test_what_it_looks_up_is_the_same_too(way):
         for i in range(8)
     ]
     plain = LLM(model, tiny_tokenizer(), **WAYS[way])
-    want = [seen(o) for o in plain.generate(prompts, params, use_tqdm=False)]
+    want = [seen(o) for o in plain.generate(prompts, params)]
     llm = checked(LLM(model, tiny_tokenizer(), speculation="lookup", **WAYS[way]))
     for always in (True, True, False):
         llm.engines.proposer.always = always
-        got = llm.generate(prompts, params, use_tqdm=False)
+        got = llm.generate(prompts, params)
         assert [seen(o) for o in got] == want
     stats = llm.stats()
     assert 0 < stats.accepted_tokens <= stats.drafted_tokens, stats
@@ -218,12 +211,12 @@ def test_rejected_drafts_leave_blocks_as_they_were():
     plain = LLM(model, enable_prefix_caching=False)
     llm = checked(LLM(model, speculation="lookup"))
     prompt = [*range(5, 60)]
-    [want] = ids(plain.generate([prompt], greedy(30), use_tqdm=False))
-    llm.engines.proposer = Drawn({(tuple(prompt), 0): want}, 3, right=0.4)
-    assert ids(llm.generate([prompt], greedy(30), use_tqdm=False)) == [want]
+    [want] = ids(plain.generate([prompt], greedy(30)))
+    llm.engines.proposer = Drawn(known([prompt], [want]), 3, right=0.4)
+    assert ids(llm.generate([prompt], greedy(30))) == [want]
     longer = [prompt + want[:-1], prompt + want[:20] + [7, 8, 9]]
-    found = llm.generate(longer, greedy(9), use_tqdm=False)
-    assert ids(found) == ids(plain.generate(longer, greedy(9), use_tqdm=False))
+    found = llm.generate(longer, greedy(9))
+    assert ids(found) == ids(plain.generate(longer, greedy(9)))
     assert [o.num_cached_tokens for o in found] == [len(longer[0]) - 1, len(prompt) + 20]
 
 
@@ -232,10 +225,10 @@ def test_little_memory_preempts_as_without():
     rng = random.Random(8)
     prompts = drawn_prompts(rng, 8)
     plain = LLM(model, enable_prefix_caching=False)
-    want = ids(plain.generate(prompts, greedy(120), use_tqdm=False))
+    want = ids(plain.generate(prompts, greedy(120)))
     llm = checked(LLM(model, speculation="lookup", kv_cache_bytes=2**18))
-    llm.engines.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 4)
-    assert ids(llm.generate(prompts, greedy(120), use_tqdm=False)) == want
+    llm.engines.proposer = Drawn(known(prompts, want), 4)
+    assert ids(llm.generate(prompts, greedy(120))) == want
     stats = llm.stats()
     assert stats.preemptions and stats.drafted_tokens, stats
 
@@ -247,20 +240,17 @@ def test_cancelled_and_streamed():
     prompts = drawn_prompts(rng, 4)
     params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
     plain = LLM(model, tiny_tokenizer())
-    outs = plain.generate(prompts, params, use_tqdm=False)
+    outs = plain.generate(prompts, params)
     llm = checked(LLM(model, tiny_tokenizer(), speculation="lookup"))
     llm.engines.proposer = Drawn(answers_of(outs), 5, right=0.9)
     got, sizes = [[] for _ in prompts], set()
-    names = [
-        llm.add_request(p, params, stream_callback=lambda e, i=i: got[i].extend(e.token_ids))
-        for i, p in enumerate(prompts)
-    ]
+    ask = lambda p, told: llm.add_request(p, params, lambda e: told.extend(e.token_ids))
+    names = [*map(ask, prompts, got)]
     for _ in range(3):
         llm.step()
         sizes.add(tuple(map(len, got)))
     llm.cancel(names[1])
-    while llm.step():
-        pass
+    drain(llm)
     want = ids(outs)
     assert got[0] == want[0] and got[2:] == want[2:]
     assert got[1] == want[1][: len(got[1])] and len(got[1]) < 40
@@ -272,7 +262,7 @@ def test_a_step_that_breaks_off_keeps_seeds():
     model = tiny_model("llama", seed=5)
     prompts = drawn_prompts(random.Random(10), 3)
     params = SamplingParams(temperature=1.1, seed=3, max_tokens=30, ignore_eos=True)
-    outs = LLM(model, tiny_tokenizer()).generate(prompts, params, use_tqdm=False)
+    outs = LLM(model, tiny_tokenizer()).generate(prompts, params)
     llm = LLM(model, tiny_tokenizer(), speculation="lookup")
     llm.engines.proposer = Drawn(answers_of(outs), 6)
     count = itertools.count()
@@ -282,7 +272,7 @@ def test_a_step_that_breaks_off_keeps_seeds():
             raise MemoryError("not enough memory")
 
     llm.watchers.append(watch)
-    assert ids(llm.generate(prompts, params, use_tqdm=False)) == ids(outs)
+    assert ids(llm.generate(prompts, params)) == ids(outs)
     assert next(count) > 4
 
 
@@ -302,29 +292,17 @@ def test_forms_need_fewer_steps():
     ]
     prompts = [[5, 6, 7], [8, 9]]
     plain, llm = (LLM(model, tiny_tokenizer(), speculation=s) for s in (None, "lookup"))
-    want = [seen(o) for o in plain.generate(prompts, params, use_tqdm=False)]
+    want = [seen(o) for o in plain.generate(prompts, params)]
     llm.engines.proposer.always = True
-    assert [seen(o) for o in llm.generate(prompts, params, use_tqdm=False)] == want
+    assert [seen(o) for o in llm.generate(prompts, params)] == want
     assert llm.stats().steps < 0.7 * plain.stats().steps, (llm.stats(), plain.stats())
 
 
 def test_drafts_are_held_to_the_budget():
     "Prompts go first, and nobody waits for a draft's sake."
-
-    class Many:
-        def begin(self, plan):
-            pass
-
-        def draft_ids(self, request, most):
-            return [1] * most
-
-        def taken(self, request, drafted):
-            pass
-
-        def note(self, request, drafted, accepted):
-            pass
-
-    s = Scheduler(4, 16, proposer=Many())
+    many, ignore = SimpleNamespace(draft_ids=lambda request, most: [1] * most), lambda *_: None
+    many.begin = many.taken = many.note = ignore
+    s = Scheduler(4, 16, proposer=many)
     for i in range(4):
         s.add(Request(str(i), [3] * (5 + i), max_tokens=40))
     while s.has_unfinished:
@@ -426,29 +404,17 @@ def test_off_where_tokens_might_change(caplog, monkeypatch):
         llm = LLM(model, compile=False, speculation="lookup")
     said = [r.getMessage() for r in caplog.records if "speculation" in r.getMessage()]
     assert llm.engines.proposer is None and len(said) == 1 and "torch backend" in said[0]
-    llm.generate([[1, 2, 1, 2, 1, 2]], greedy(9), use_tqdm=False)
+    llm.generate([[1, 2, 1, 2, 1, 2]], greedy(9))
     assert llm.stats().drafted_tokens == 0
-
-
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        (dict(speculation="eagle"), "None or 'lookup', got 'eagle'"),
-        (dict(speculation="lookup", strategy="static"), "needs strategy='continuous'"),
-    ],
-)
-def test_errors(given, said):
-    with pytest.raises(ParamError, match=said):
-        LLM(tiny_model("llama"), **given)
 
 
 def test_a_request_may_do_without():
     llm = LLM(tiny_model("llama", seed=5), speculation="lookup")
     llm.engines.proposer.always = True
     prompts = [[5, 6, 7, 8]] * 2
-    llm.generate(prompts, greedy(20), use_tqdm=False)  # so that the pool has it
+    llm.generate(prompts, greedy(20))  # so that the pool has it
     before = llm.stats().accepted_tokens
-    off, on = llm.generate(prompts, [greedy(20, speculate=False), greedy(20)], use_tqdm=False)
+    off, on = llm.generate(prompts, [greedy(20, speculate=False), greedy(20)])
     assert off.outputs[0].token_ids == on.outputs[0].token_ids
     assert "num_drafted_tokens" not in off.metrics and on.metrics["num_drafted_tokens"] > 0
     assert on.metrics["num_accepted_tokens"] == llm.stats().accepted_tokens - before > 0
@@ -462,10 +428,10 @@ def test_adapters_and_traces(tmp_path):
     llm = checked(LLM(model, lora_modules=[f"a={folder}"], speculation="lookup", trace=True))
     prompts = drawn_prompts(random.Random(3), 4)
     names = [None, "a", None, "a"]
-    want = ids(plain.generate(prompts, greedy(20), lora_request=names, use_tqdm=False))
-    assert want != ids(plain.generate(prompts, greedy(20), use_tqdm=False))
-    llm.engines.proposer = Drawn({(tuple(p), 0): w for p, w in zip(prompts, want)}, 7)
-    got = ids(llm.generate(prompts, greedy(20), lora_request=names, use_tqdm=False))
+    want = ids(plain.generate(prompts, greedy(20), lora_request=names))
+    assert want != ids(plain.generate(prompts, greedy(20)))
+    llm.engines.proposer = Drawn(known(prompts, want), 7)
+    got = ids(llm.generate(prompts, greedy(20), lora_request=names))
     assert got == want and drafted(llm)[0] > 0
     trace = llm.recorder
     assert vars(trace.ledger) == vars(llm.ledger) and trace.totals["output_tokens"] == 80
@@ -475,18 +441,12 @@ def test_adapters_and_traces(tmp_path):
 
 def test_what_a_thought_leaves_to_its_grammar():
     "Nothing is forced in a thought, and anything may follow; behind it the grammar sees the answer alone."
-
-    class Abc:
-        def forced(self, output_ids):
-            return [output_ids, 7]
-
-        def fitting(self, output_ids, ids):
-            return len(output_ids)
-
-        def mask_(self, x, output_ids):
-            return x
-
-    mask = ThoughtMask(Marks(1, 2), "start", None, Abc(), [0])
+    abc = SimpleNamespace(
+        forced=lambda output_ids: [output_ids, 7],
+        fitting=lambda output_ids, ids: len(output_ids),
+        mask_=lambda x, output_ids: x,
+    )
+    mask = ThoughtMask(Marks(1, 2), "start", None, abc, [0])
     assert mask.forced([1, 5]) == [] and mask.fitting([1, 5], [8, 9]) == 2
     assert mask.forced([1, 5, 2, 6]) == [[6], 7] and mask.fitting([1, 5, 2, 6], [8, 9]) == 1
     assert mask.forced([6, 4]) == [[6, 4], 7]
@@ -494,68 +454,38 @@ def test_what_a_thought_leaves_to_its_grammar():
     assert free.forced([3]) == [] and free.fitting([3], [8, 9]) == 2
 
 
-def test_a_proposer_that_fails_costs_guesses_alone(caplog):
+@pytest.mark.parametrize("where", ["begin", "draft_ids", "taken", "note", "timed"])
+def test_a_proposer_that_fails_costs_guesses_alone(where, caplog):
     "Wherever it fails: the same tokens, and one line."
-
-    class Failing(Drawn):
-        def __init__(self, answers, where):
-            super().__init__(answers, 1)
-            self.where = where
-
-        def _maybe(self, where):
-            if where == self.where:
-                raise ValueError(f"no {where}")
-
-        def begin(self, plan):
-            self._maybe("begin")
-            super().begin(plan)
-
-        def draft_ids(self, request, most):
-            self._maybe("draft_ids")
-            return super().draft_ids(request, most)
-
-        def taken(self, request, drafted):
-            self._maybe("taken")
-
-        def note(self, request, drafted, accepted):
-            self._maybe("note")
-
-        def timed(self, seconds):
-            self._maybe("timed")
-
     model, prompts = tiny_model("llama", seed=5), drawn_prompts(random.Random(3), 4)
-    outs = LLM(model).generate(prompts, greedy(12), use_tqdm=False)
-    for where in ("begin", "draft_ids", "taken", "note", "timed"):
-        llm = LLM(model, speculation="lookup")
-        llm.engines.proposer = Failing(answers_of(outs), where)
-        caplog.clear()
-        assert ids(checked(llm).generate(prompts, greedy(12), use_tqdm=False)) == ids(outs)
-        said = [r for r in caplog.records if "speculation failed" in r.message]
-        assert len(said) == 1 and bool(drafted(llm)[0]) == (where in ("taken", "note", "timed"))
+    outs, llm = LLM(model).generate(prompts, greedy(12)), LLM(model, speculation="lookup")
+    llm.engines.proposer = Drawn(answers_of(outs), 1)
+    setattr(llm.engines.proposer, where, raising(ValueError(f"no {where}")))
+    assert ids(checked(llm).generate(prompts, greedy(12))) == ids(outs)
+    assert caplog.text.count("speculation failed") == 1
+    assert bool(drafted(llm)[0]) == (where in ("taken", "note", "timed"))
 
 
 def test_counts_and_records_are_of_the_tokens_that_came():
     "A stop string in the middle drops the rest: all who count agree; and pieces belong to tokens."
     model, prompts = tiny_model("llama", seed=5), drawn_prompts(random.Random(4), 8)
-    how = dict(temperature=1, ignore_eos=True)
-    params = [
-        SamplingParams(max_tokens=30, seed=i, stop=["e", "t"] * (i % 2), **how) for i in range(8)
-    ]
-    free = [SamplingParams(max_tokens=30, seed=i, **how) for i in range(8)]
+    how = dict(temperature=1, ignore_eos=True, max_tokens=30)
+    params = [SamplingParams(seed=i, stop=["e", "t"] * (i % 2), **how) for i in range(8)]
+    free = [SamplingParams(seed=i, **how) for i in range(8)]
     plain, llm = (LLM(model, tiny_tokenizer(), speculation=s) for s in (None, "lookup"))
-    llm.engines.proposer = Drawn(answers_of(plain.generate(prompts, free, use_tqdm=False)), 1, 1.0)
+    llm.engines.proposer = Drawn(answers_of(plain.generate(prompts, free)), 1, 1.0)
     pieces = []
-    for x in (plain, llm):
-        with x.trace() as seen_steps:
-            outs = x.generate(prompts, params, use_tqdm=False)
-        pieces.append([r["pieces"] for r in seen_steps.requests])
-        assert seen_steps.request_log.made == sum(len(c.token_ids) for o in outs for c in o.outputs)
+    for each in (plain, llm):
+        with each.trace() as trace:
+            outs = each.generate(prompts, params)
+        pieces.append([r["pieces"] for r in trace.requests])
+        assert trace.request_log.made == sum(len(c.token_ids) for o in outs for c in o.outputs)
     assert pieces[0] == pieces[1]
     n, wrong = drafted(llm)
-    assert 0 < sum(o.metrics.get("num_accepted_tokens", 0) for o in outs) == n - wrong < n
-    assert sum(o.metrics.get("num_drafted_tokens", 0) for o in outs) == n
-    rows = [row for s in seen_steps.steps for row in s["rows"]]
-    assert sum(row[seen_steps.header["row"].index("drafts")] for row in rows) == n
+    total = lambda name: sum(o.metrics.get(name, 0) for o in outs)
+    assert 0 < total("num_accepted_tokens") == n - wrong < n == total("num_drafted_tokens")
+    at = trace.header["row"].index("drafts")
+    assert sum(row[at] for s in trace.steps for row in s["rows"]) == n
 
 
 def test_a_long_prompt_is_looked_at_over_several_steps():

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from batchlab import LLM, SamplingParams
 from batchlab.core.text import Detokenizer, IncrementalDecoder, StopScanner
-from batchlab.errors import ParamError
 from batchlab.llm.outputs import CompletionOutput
 from batchlab.core.sampling import Logprob
 from batchlab.models.tiny import tiny_model, tiny_tokenizer
@@ -145,25 +144,11 @@ def test_a_line_break_is_forbidden_and_the_space_is_not(name):
 def test_words_of_a_vocabulary_that_joins_and_one_that_has_none():
     t = wordpiece()
     assert word_ids(t, "cats") == [tuple(t.convert_tokens_to_ids(["cat", "##s"]))]
-    with pytest.raises(ParamError, match="no tokens for"):
-        word_ids(t, "dog")
     said = engine("wordpiece").generate([[2]], SamplingParams(bad_words=["dog"]))[0].error
     assert "no tokens for" in said and "dog" in said
 
 
 # --- bytes and texts
-
-
-@pytest.mark.parametrize("name", ["byte", "llama", "gemma"])
-def test_bytes_of_all_tokens_are_the_text(name):
-    t, rng = engine(name).tokenizer, random.Random(0)
-    v, end, space = vocabulary_of(t), t.eos_token_id, " " if name == "llama" else ""
-    for _ in range(50):
-        pieces = ["cat", " cat", "é", "😀", "日", "\n", " ", "the", "!"]
-        text = "".join(rng.choices(pieces, k=rng.randrange(1, 12)))
-        spelled = b"".join(map(v.bytes_of, ids_of_text(t, text, False))).decode()
-        assert spelled in (text, space + text)
-    assert v.bytes_of(end).decode() == t.eos_token == v.text(end) and v.skipped(end)
 
 
 def test_an_answer_goes_on_with_its_prompt():
@@ -209,6 +194,7 @@ def test_texts_of_log_probabilities_are_the_text_and_bytes_their_own(name, text,
     ids = ids_of_text(t, text, False)
     ids = ids[: len(ids) - cut]
     c, bytes_told = answered(llm, [5, t.eos_token_id, 6], ids), b"".join(map(v.bytes_of, ids))
+    assert cut or bytes_told.decode() in (text, " " + text)
     told = [step[i] for i, step in zip(ids, c.logprobs)]
     assert "".join(l.decoded_token for l in told) == c.text
     assert b"".join(l.token_bytes for l in told) == bytes_told
