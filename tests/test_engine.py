@@ -1041,6 +1041,22 @@ def test_models_that_do_not_run_packed_say_so_once(arch, caplog):
     assert len([r for r in caplog.records if "ForCausalLM" in r.getMessage()]) == 1
 
 
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sampled_answers_do_not_depend_on_what_runs_beside(strategy, size):
+    model, tok = tiny_model("llama"), tiny_tokenizer()
+    kind = dict(max_tokens=12, temperature=1.2, top_p=0.9, repetition_penalty=1.1)
+    own = [SamplingParams(seed=i, n=1 + i % 3, **kind) for i in range(7)]
+    words = ["a", "some words", "a rather longer prompt", "x y z", "?", "the end", "one more"]
+    answers = lambda outs: [[c.token_ids for c in o.outputs] for o in outs]
+    one = LLM(model, tok)
+    alone = [answers(one.generate(w, p))[0] for w, p in zip(words, own)]
+    llm = LLM(model, tok, strategy=strategy, max_num_seqs=size)
+    assert answers(llm.generate(words, own)) == alone
+    # the third of three is that of the seed two higher
+    assert answers(one.generate("the end", dict(seed=7, **kind)))[0] == alone[5][2:]
+
+
 # --- limits and arguments
 
 
