@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json, secrets, time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -16,13 +16,14 @@ from pydantic import ConfigDict, Field
 from ..core.params import SamplingParams
 from ..errors import ParamError
 from .schema import STATUS, ApiRequest, Deltas, Items
-from .settings import BadRequest
 from batchlab.jobs.schema import (
     as_bad_request,
     behind,
     chat_logprobs,
     named_event,
     parse_online,
+    renamed,
+    renaming,
     usage_of,
 )
 from .settings import Body, Whole, read, take
@@ -32,8 +33,8 @@ if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
 
 # %% auto #0
-__all__ = ['CHAT_NAMES', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of', 'ResponseAsked', 'read_response',
-           'chat_body', 'response_error', 'as_response_error', 'ResponseRequest', 'request_of', 'format_shown',
+__all__ = ['CHAT_NAMES', 'response_error', 'as_response_error', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of',
+           'ResponseAsked', 'read_response', 'chat_body', 'ResponseRequest', 'request_of', 'format_shown',
            'response_head', 'response_usage', 'is_object', 'ResponseParts', 'response_of']
 
 # %% ../../nbs/6_jobs/responses.ipynb #25226e78
@@ -415,23 +416,8 @@ CHAT_NAMES = dict(
     max_completion_tokens="max_output_tokens",
     logprobs="include",
 )
-
-
-def response_error(e: BadRequest) -> BadRequest:
-    "`e`, which is about a chat, as it is about a response."
-    text = str(e)
-    for k in ("response_format", "max_completion_tokens"):
-        text = text.replace(k, CHAT_NAMES[k])
-    return BadRequest(text, e.code, CHAT_NAMES.get(e.param or "", e.param), e.retry_after)
-
-
-@contextmanager
-def as_response_error() -> Iterator[None]:
-    "A `BadRequest` about a chat becomes one about a response."
-    try:
-        yield
-    except BadRequest as e:
-        raise response_error(e) from None
+response_error = partial(renamed, names=CHAT_NAMES)
+as_response_error = partial(renaming, CHAT_NAMES)
 
 # %% ../../nbs/6_jobs/responses.ipynb #3673acda
 @dataclass
@@ -442,6 +428,7 @@ class ResponseRequest(ApiRequest):
     wanted: ResponseAsked = field(kw_only=True)
     body: dict[str, Any] = field(kw_only=True)
     kept: bool = False
+    names = CHAT_NAMES
 
     @property
     def key(self) -> str:

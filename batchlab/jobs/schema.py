@@ -9,7 +9,7 @@ import json, math, time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic_core import from_json
 
@@ -56,7 +56,26 @@ def as_bad_request(body: dict[str, Any]) -> Iterator[None]:
         yield
     except ParamError as e:
         found = at_fault(e.field, body, e.field[:60] or None)
-        raise BadRequest(str(e), param=found) from None
+        raise BadRequest(e, param=found) from None
+
+
+def renamed(e: BadRequest, names: dict[str, str]) -> BadRequest:
+    """`e`, which is about a chat, with its fields called as another API does. `names`: its own for
+    the parts of their paths."""
+    own = lambda path: ".".join(part for k in path.split(".") if (part := names.get(k, k)))
+    said = e.args[0]
+    if not isinstance(said, str):
+        said = said.said(lambda option: str(replace(option, name=own(option.name))))
+    return BadRequest(said, e.code, e.param and own(e.param), e.retry_after)
+
+
+@contextmanager
+def renaming(names: dict[str, str]) -> Iterator[None]:
+    "A `BadRequest` about a chat becomes one about a request of another API: see `renamed`."
+    try:
+        yield
+    except BadRequest as e:
+        raise renamed(e, names) from None
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000028
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -546,6 +565,7 @@ class ApiRequest:
     asked: dict[str, Any] = field(default_factory=dict)  # the body
     tools: ToolChoice | None = None
     tool_format: ToolFormat | None = None
+    names: ClassVar[dict[str, str]] = {}  # of a chat's fields in errors, where its API has others
 
     @property
     def chat(self) -> bool:

@@ -11,17 +11,18 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, EngineError, PromptTooLongError
+from ..errors import BatchlabError, EngineError, Message, Option, ParamError
+from ..errors import PromptTooLongError
 from ..llm.outputs import RequestOutput
 from ..tasks.lora import adapter_named, adapter_names
 from .responses import ResponseRunner, keep_response, on_disk
 from .messages import PING, MessageParts, MessageRequest, is_messages
 from .messages import message_body, message_error
 from ..jobs.schema import DONE, ApiRequest, Parts, at_fault, choice_of, dumps
-from ..jobs.schema import echoed, named_event
+from ..jobs.schema import echoed, named_event, renamed
 from ..jobs.settings import BadRequest
 from ..jobs.schema import error_body, body_head, prompt_logprobs_of, text_logprobs, usage_of
-from ..jobs.responses import ResponseParts, ResponseRequest, response_error, response_head
+from ..jobs.responses import ResponseParts, ResponseRequest, response_head
 from ..jobs.responses import response_of
 from ..jobs.pooling import PoolingRequest, pooling_body
 from ..jobs.tools import parse_answer
@@ -85,7 +86,10 @@ def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> Ba
     if reason == "too_long":
         return context_error(o.error, most, asked.key)
     if o.fault is not None:
-        return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, asked.key))
+        field, said = o.fault.field, o.error or ""
+        named = Option(field * said.startswith(field))
+        said = Message("{named}{rest}", named=named, rest=said.removeprefix(field))
+        return BadRequest(said, param=at_fault(field, asked.asked, asked.key))
     if reason == "cancelled":
         return stopping()
     if reason == "timeout":
@@ -174,8 +178,8 @@ class ServedModel:
         if n and most and n > most:
             given = asked.asked.get("max_tokens") is not None
             key = "max_tokens" if given else "max_completion_tokens"
-            why = f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt"
-            raise BadRequest(f"{why}: lower it, or leave it out", param=key)
+            why = f"is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, or "
+            raise BadRequest(ParamError(field=key, why=f"{why}leave it out"), param=key)
 
     def card(self, name: str) -> dict[str, Any]:
         "The model, or an adapter of it, as the API lists models."
@@ -280,7 +284,7 @@ class Answer(Response):
             n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
             self.scope["said"] = f"{n:,} tokens in, {m:,} out"
         except BadRequest as e:
-            await self._end(send, e)
+            await self._end(send, renamed(e, self.asked.names))
         except BatchlabError as e:
             code = "unavailable" if isinstance(e, EngineError) else "invalid_request"
             await self._end(send, BadRequest(str(e), code))
@@ -500,9 +504,6 @@ class WholeResponse(TextAnswer):
         await keep(self, response, must="store" in self.asked.wanted.own.model_fields_set)
         return response
 
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        await super()._end(send, response_error(e))
-
 # %% ../../nbs/7_serve/answers.ipynb #c0b6e0c1
 class StreamedResponse(StreamedAnswer):
     "The answer to a `ResponseRequest` in events."
@@ -521,9 +522,6 @@ class StreamedResponse(StreamedAnswer):
 
     def failed(self, e: BadRequest) -> bytes:
         return self.parts.fail(e.code, str(e))
-
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        await super()._end(send, response_error(e))
 
 # %% ../../nbs/7_serve/answers.ipynb #srv00022-1
 class PooledAnswer(Answer):

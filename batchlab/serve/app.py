@@ -32,9 +32,9 @@ from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
 from .answers import context_error, json_response, logged, refuse, stopping
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, as_bad_request, as_messages
-from ..jobs.schema import parse_online
+from ..jobs.schema import parse_online, renaming
 from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
-from ..jobs.responses import read_response, as_response_error, roles_of
+from ..jobs.responses import read_response, roles_of
 from ..jobs.settings import B, BadRequest, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
@@ -213,13 +213,14 @@ class Api:
     async def ready(self, asked: ApiRequest) -> None:
         """Check `asked` against the model, and make its roles and tools ready. Raises
         `BadRequest`."""
-        self.served.check(asked.model)
-        self.served.check_length(asked)
-        if isinstance(asked, (MessageRequest, ResponseRequest)):
-            await self._fit(asked)
-        talk = asked.prompts[0]["messages"] if asked.chat else ()
-        if asked.tools or any("tool_calls" in m for m in talk):
-            await self.served.in_queuer(lambda: self._arm(asked))
+        with renaming(asked.names):
+            self.served.check(asked.model)
+            self.served.check_length(asked)
+            if isinstance(asked, (MessageRequest, ResponseRequest)):
+                await self._fit(asked)
+            talk = asked.prompts[0]["messages"] if asked.chat else ()
+            if asked.tools or any("tool_calls" in m for m in talk):
+                await self.served.in_queuer(lambda: self._arm(asked))
 
     async def _fit(self, asked: MessageRequest | ResponseRequest) -> None:
         "Put what the chat template refuses elsewhere, in what runs and in what is kept to be run."
@@ -248,8 +249,7 @@ class Api:
     async def respond(self, wanted: ResponseAsked) -> Response:
         "The endpoint of responses."
         asked, runner = await request_for(wanted, self.responses), self.responses
-        with as_response_error():
-            await self.ready(asked)
+        await self.ready(asked)
         if wanted.own.background and runner:
             return await self._queue(asked, runner)
         return (StreamedResponse if asked.stream else WholeResponse)(self, asked)
@@ -266,8 +266,7 @@ class Api:
     async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
         "How many tokens the prompt of a response has."
         asked = await request_for(wanted, self.responses)
-        with as_response_error():
-            await self.ready(asked)
+        await self.ready(asked)
         return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
 
     async def prompt_tokens(self, asked: ApiRequest) -> int:

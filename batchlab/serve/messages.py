@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['MessageRequest', 'parse_messages', 'parse_count']
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00004
-import re, secrets, time
+import secrets, time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from ..errors import ParamError
 from ..jobs.schema import MESSAGE, STATUS, ApiRequest, Deltas, Items
-from ..jobs.schema import as_bad_request, named_event
+from ..jobs.schema import as_bad_request, named_event, renaming
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, Whole, read, take
 from ..llm.outputs import RequestOutput
@@ -379,13 +379,22 @@ def chat_of_message(body: dict[str, Any]) -> dict[str, Any]:
 class MessageRequest(ApiRequest):
     "An `ApiRequest` of this API, whose answer is a message."
 
+    names = dict(
+        stop="stop_sequences",
+        response_format="output_config.format",
+        structured_outputs="output_config.format",
+        parameters="input_schema",
+        function="",
+    )
+
 
 def parse_messages(
     body: dict[str, Any], parse: Callable[[dict[str, Any]], ApiRequest]
 ) -> MessageRequest:
     """The request of a body of /v1/messages; `parse`: reads the body of a chat. Raises
     `BadRequest`."""
-    return MessageRequest(**vars(parse(chat_of_message(body))))
+    with renaming(MessageRequest.names):
+        return MessageRequest(**vars(parse(chat_of_message(body))))
 
 
 def parse_count(
@@ -515,12 +524,6 @@ TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-API_NAMES = {
-    r"\bstop\b": "stop_sequences",
-    r"\b(response_format|structured_outputs)\b": "output_config.format",
-    r"\.function\.parameters": ".input_schema",
-    r"\.function\.": ".",
-}  # what a chat calls them, and this API
 
 
 def is_messages(path: str) -> bool:
@@ -529,14 +532,11 @@ def is_messages(path: str) -> bool:
 
 
 def message_error(e: BadRequest) -> tuple[int, dict[str, Any]]:
-    """`(status, body)` of the error `e`, as this API has them. What the chat side says of a
-    parameter names it as this API does."""
+    "`(status, body)` of the error `e`, as this API has them."
     status = STATUS.get(e.code, 400)
     status = {408: 504, 503: 529}.get(status, status)
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     said = f"prompt is too long: {e}" if e.code == "context_length_exceeded" else str(e)
-    for name, own in API_NAMES.items() if e.param in ("stop", "response_format", "tools") else ():
-        said = re.sub(name, own, said)
     if len(said) > MESSAGE:
         said = f"{said[:MESSAGE]}…"
     error: dict[str, Any] = dict(type=kind, message=said)
