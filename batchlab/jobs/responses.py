@@ -21,13 +21,13 @@ from batchlab.jobs.schema import (
     behind,
     chat_logprobs,
     named_event,
-    parse_online,
+    parse_chat,
     renamed,
     renaming,
     usage_of,
 )
 from .settings import Body, Whole, read, take
-from .tools import ToolChoice, ToolFormat, take_tools
+from .tools import ToolChoice, ToolFormat
 
 if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.llm.outputs import CompletionOutput, RequestOutput
@@ -323,9 +323,9 @@ def chat_tool(given: Any, at: str) -> dict[str, Any]:
     if kind != "function":
         why = f"{at} is of type {kind!r:.60}, and only functions can be called here: leave it out"
         raise ParamError(why, field=f"{at}.type")
-    f = read(Function, given, at)
-    own = dict(name=f.name, description=f.description, parameters=f.parameters, strict=f.strict)
-    return dict(type="function", function={k: v for k, v in own.items() if v is not None})
+    keys = {*"name description parameters strict".split()}
+    function = read(Function, given, at).model_dump(include=keys, exclude_none=True)
+    return dict(type="function", function=function)
 
 
 def chat_choice(given: Any) -> Any:
@@ -442,11 +442,8 @@ def request_of(
     with as_bad_request({}):
         body = chat_body(wanted, earlier)
     with as_response_error():
-        rest = dict(body)
-        tools = take_tools(rest)
-        asked = vars(parse_online(rest, "chat"))
-    more: dict[str, Any] = dict(tools=tools, wanted=wanted, body=body, kept=kept)
-    return ResponseRequest(**asked | more)
+        asked = parse_chat(body)
+    return ResponseRequest(**vars(asked), wanted=wanted, body=body, kept=kept)
 
 # %% ../../nbs/6_jobs/responses.ipynb #5b281147
 WHO = "user", "safety_identifier", "prompt_cache_key"  # in the response if they are given
@@ -466,33 +463,24 @@ def response_head(
     "A response that has not begun. `name`: makes its id; `model`: what to call it; `kept`: whether it can be fetched again."
     own = asked.own
     shown = "type name description parameters strict".split()
-    return dict(
-        id=f"resp_{name}",
-        object="response",
+    same = """background instructions max_output_tokens max_tool_calls metadata parallel_tool_calls
+        previous_response_id tool_choice top_logprobs truncation"""
+    head = dict(id=f"resp_{name}", object="response") | own.model_dump(include={*same.split()})
+    return head | dict(
         created_at=int(time.time()),
         status="in_progress",
-        background=own.background,
         completed_at=None,
         error=None,
         incomplete_details=None,
-        instructions=own.instructions,
-        max_output_tokens=own.max_output_tokens,
-        max_tool_calls=own.max_tool_calls,
-        metadata=own.metadata,
         model=model,
         output=[],
-        parallel_tool_calls=own.parallel_tool_calls,
-        previous_response_id=own.previous_response_id,
         reasoning=dict(effort=own.reasoning.effort, summary=None),
         service_tier="flex" if own.service_tier == "flex" else "default",
         store=kept,
         temperature=params.temperature,
         text=dict(format=format_shown(own.text.format), verbosity=own.text.verbosity or "medium"),
-        tool_choice=own.tool_choice,
         tools=[{k: t.get(k) for k in shown} for t in own.tools],
-        top_logprobs=own.top_logprobs,
         top_p=params.top_p,
-        truncation=own.truncation,
         **{k: v for k in WHO if (v := getattr(own, k)) is not None},
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic_core import from_json
 
 from ..errors import ParamError, PromptError
-from .tools import ToolChoice, ToolFormat, ToolParser
+from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
 from .settings import ALIASES, BadRequest, DROPPED, KNOWN_SETTINGS, Body, Whole
 from .settings import check_sizes, is_setting, settings_of, take
 from ..errors import whole_number
@@ -29,7 +29,7 @@ __all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE',
            'request_params', 'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of',
            'keys_beside', 'counted', 'usage_of', 'thought_of', 'tokens_used', 'finish_of', 'choice_of', 'body_head',
            'answer_body', 'error_body', 'StreamOptions', 'Talk', 'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest',
-           'parse_online', 'echoed', 'prompt_logprobs_of', 'Deltas', 'behind', 'ChoiceParts', 'Parts',
+           'parse_online', 'parse_chat', 'echoed', 'prompt_logprobs_of', 'Deltas', 'behind', 'ChoiceParts', 'Parts',
            'named_event', 'Items']
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000010
@@ -581,54 +581,56 @@ class ApiRequest:
         return len(self.prompts) * self.params.n
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl00005
-def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
-    "See `parse_online`."
-    chat, rest = kind == "chat", dict(body)
-    check_sizes(rest)
-    given: Any = take(ChatBody if chat else TextBody, rest)
-    parts, of_prompt = given.stream_options or StreamOptions(), given.prompt_logprobs
-    echo = not chat and given.echo
-    if parts.model_fields_set and not given.stream:
-        raise ParamError("stream_options needs stream to be true", field="stream_options")
-    if silent := echo and whole_number(rest.get("max_tokens")) == 0:
-        rest["max_tokens"] = 1
-    options = settings_of(rest, chat)
-    if echo and of_prompt is None:
-        of_prompt = options.get("logprobs")
-    if of_prompt is not None:
-        options["prompt_logprobs"] = of_prompt
-        if given.stream and not echo:
-            raise ParamError(
-                "prompt_logprobs come with a whole answer: leave stream out",
-                field="prompt_logprobs",
-            )
-    params = request_params(options, DEFAULTS[kind])
-    if chat:
-        prompts: list[Any] = [dict(messages=as_messages(given.messages)) | given.options]
-    else:
-        prompts = many_prompts(given.prompt)
-    usage = bool(parts.include_usage)
-    return ApiRequest(
-        kind,
-        prompts,
-        params,
-        model=given.model,
-        stream=given.stream,
-        usage=usage,
-        usage_each=usage and bool(parts.continuous_usage_stats),
-        echo=echo,
-        silent=silent,
-        token_ids=given.return_token_ids,
-        priority=given.priority,
-        asked=body,
-    )
-
-
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     """The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises
     `BadRequest`, which names the key at fault if it is one."""
     with as_bad_request(body):
-        return _parse_online(body, kind)
+        chat, rest = kind == "chat", dict(body)
+        check_sizes(rest)
+        given: Any = take(ChatBody if chat else TextBody, rest)
+        parts, of_prompt = given.stream_options or StreamOptions(), given.prompt_logprobs
+        echo = not chat and given.echo
+        if parts.model_fields_set and not given.stream:
+            raise ParamError("stream_options needs stream to be true", field="stream_options")
+        if silent := echo and whole_number(rest.get("max_tokens")) == 0:
+            rest["max_tokens"] = 1
+        options = settings_of(rest, chat)
+        if echo and of_prompt is None:
+            of_prompt = options.get("logprobs")
+        if of_prompt is not None:
+            options["prompt_logprobs"] = of_prompt
+            if given.stream and not echo:
+                raise ParamError(
+                    "prompt_logprobs come with a whole answer: leave stream out",
+                    field="prompt_logprobs",
+                )
+        params = request_params(options, DEFAULTS[kind])
+        if chat:
+            prompts: list[Any] = [dict(messages=as_messages(given.messages)) | given.options]
+        else:
+            prompts = many_prompts(given.prompt)
+        usage = bool(parts.include_usage)
+        return ApiRequest(
+            kind,
+            prompts,
+            params,
+            model=given.model,
+            stream=given.stream,
+            usage=usage,
+            usage_each=usage and bool(parts.continuous_usage_stats),
+            echo=echo,
+            silent=silent,
+            token_ids=given.return_token_ids,
+            priority=given.priority,
+            asked=body,
+        )
+
+
+def parse_chat(body: dict[str, Any]) -> ApiRequest:
+    "The `ApiRequest` of a chat, with its tools. Raises `BadRequest`."
+    rest = dict(body)
+    tools = take_tools(rest)
+    return replace(parse_online(rest, "chat"), tools=tools)
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl00008
 def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutput:
@@ -691,7 +693,6 @@ def behind(c: CompletionOutput, n: int) -> CompletionOutput:
     "`c` without its first `n` tokens."
     return replace(c, token_ids=c.token_ids[n:], logprobs=c.logprobs and c.logprobs[n:])
 
-
 # %% ../../nbs/6_jobs/schema.ipynb #onl00011
 @dataclass
 class ChoiceParts:
@@ -739,8 +740,9 @@ class ChoiceParts:
         parts = [dict[str, Any](index=self.index) | s | none for s in said]
         parts[0]["logprobs"] = self._logprobs(c, first)
         parts[-1]["finish_reason"] = finish_of(c.finish_reason, parser and parser.calls)
-        for part in parts if token_ids is not None else ():
-            part["token_ids"], self.given = token_ids[self.given :], len(token_ids)
+        if token_ids is not None:
+            for part in parts:
+                part["token_ids"], self.given = token_ids[self.given :], len(token_ids)
         self.begun, self.ended = True, c.finish_reason is not None
         return parts
 

@@ -32,14 +32,14 @@ from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
 from .answers import context_error, json_response, logged, refuse, stopping
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, as_bad_request, as_messages
-from ..jobs.schema import parse_online, renaming
+from ..jobs.schema import parse_chat, parse_online, renaming
 from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
 from ..jobs.responses import read_response, roles_of
 from ..jobs.settings import B, BadRequest, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
 from ..jobs.runner import name_of
-from ..jobs.tools import ToolFormat, conversation_with, format_of, take_tools, tool_params
+from ..jobs.tools import ToolFormat, conversation_with, format_of, tool_params
 
 # %% auto #0
 __all__ = ['create_app', 'listen', 'url_of', 'Server']
@@ -162,14 +162,6 @@ def parsed_body(body: dict[str, Any], model: type[B]) -> B:
     with as_bad_request(body):
         return read(model, body)
 
-
-def chat_request(body: dict[str, Any]) -> ApiRequest:
-    "The `ApiRequest` of a chat, with its tools. Raises `BadRequest`."
-    tools = take_tools(body)
-    asked = parse_online(body, "chat")
-    asked.tools = tools
-    return asked
-
 # %% ../../nbs/7_serve/49_server.ipynb #4f07a954
 class Api:
     """All endpoints of the model `served`, with those of the Messages API. `limits`: how much may
@@ -186,18 +178,17 @@ class Api:
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
         "`(method, path, what reads the body, what answers it or the request)` of all."
-        count = partial(parse_count, parse=chat_request)
         pools = [
             ("POST", path, partial(parse_pooling, kind=kind), self.pool)
             for path, kind in POOLING_URLS.items()
         ]
         return [
-            ("POST", "/v1/chat/completions", chat_request, self.complete),
+            ("POST", "/v1/chat/completions", parse_chat, self.complete),
             ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
             ("POST", "/v1/responses", read_response, self.respond),
             ("POST", "/v1/responses/input_tokens", read_response, self.input_tokens),
-            ("POST", "/v1/messages", partial(parse_messages, parse=chat_request), self.message),
-            ("POST", "/v1/messages/count_tokens", count, self.count_tokens),
+            ("POST", "/v1/messages", parse_messages, self.message),
+            ("POST", "/v1/messages/count_tokens", parse_count, self.count_tokens),
             *pools,
             ("POST", "/tokenize", partial(parsed_body, model=TokenizeBody), self.tokenize),
             ("POST", "/detokenize", partial(parsed_body, model=DetokenizeBody), self.detokenize),

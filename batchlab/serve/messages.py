@@ -10,7 +10,6 @@ __all__ = ['MessageRequest', 'parse_messages', 'parse_count']
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00004
 import secrets, time
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,7 +17,7 @@ from pydantic_core import from_json
 
 from ..errors import ParamError
 from ..jobs.schema import MESSAGE, STATUS, ApiRequest, Deltas, Items
-from ..jobs.schema import as_bad_request, named_event, renaming
+from ..jobs.schema import as_bad_request, named_event, parse_chat, renaming
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, Whole, read, take
 from ..llm.outputs import RequestOutput
@@ -178,9 +177,9 @@ def chat_content(blocks: list[Any]) -> Any:
     return parts if len(parts) > 1 else parts[0]["text"] if parts else ""
 
 
-def tool_result_of(block: ToolResultBlock, where: str) -> dict[str, Any]:
+def tool_result_of(block: ToolResultBlock) -> dict[str, Any]:
     "The result of a tool as a message of a chat. Raises `ParamError`."
-    content = chat_content(read_blocks(block.content, f"{where}.content", MAY["system"]))
+    content = chat_content(read_blocks(block.content, "tool_result.content", MAY["system"]))
     if block.is_error:
         error = [dict(type="text", text="Error:")]
         content = f"Error: {content}" if isinstance(content, str) else error + content
@@ -196,7 +195,7 @@ def call_of(block: ToolUseBlock) -> dict[str, Any]:
 def turn_messages(turn: Turn) -> list[dict[str, Any]]:
     "The messages of a chat that a turn stands for. Raises `ParamError`."
     role, blocks = turn
-    found = [tool_result_of(b, "tool_result") for b in blocks if b.type == "tool_result"]
+    found = [tool_result_of(b) for b in blocks if b.type == "tool_result"]
     calls = [call_of(b) for b in blocks if b.type == "tool_use"]
     if calls:
         found.append(dict(role=role, content=chat_content(blocks) or None, tool_calls=calls))
@@ -345,35 +344,30 @@ def thinking_wanted(asked: MessagesBody, own: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
-    "See `chat_of_message`."
-    rest = {k: v for k, v in body.items() if k not in NO_EFFECT}
-    refuse_unsupported(rest)
-    own = {k: rest.pop(k) for k in EXTRA_KEYS & rest.keys()}
-    asked = take(MessagesBody, rest)
-    if rest:
-        known = {k: v for k, v in body.items() if k in MessagesBody.model_fields}
-        read(MessagesBody, known | rest)  # which names the first that is unknown
-    form = asked.output_config.format or asked.output_format
-    kwargs = own.get("chat_template_kwargs")
-    found = own | thinking_wanted(asked, kwargs if isinstance(kwargs, dict) else {})
-    found |= {k: getattr(asked, k) for k in "model max_tokens temperature top_p top_k".split()}
-    found |= conversation_of(asked.system, asked.messages)
-    found |= dict(stream=asked.stream, stop=asked.stop_sequences or None)
-    found["tools"] = chat_tools(asked.tools) or None
-    found |= chat_choice_of(asked.tool_choice) if asked.tool_choice else {}
-    if form:
-        found["response_format"] = dict(
-            type="json_schema", json_schema=dict(name="answer", schema=form.schema_)
-        )
-    return {k: v for k, v in found.items() if v is not None}
-
-
 def chat_of_message(body: dict[str, Any]) -> dict[str, Any]:
     """The body of /v1/messages as that of /v1/chat/completions. Raises `BadRequest`, which names
     what is wrong by its place in `body`, and each thing that is not supported."""
     with as_bad_request(body):
-        return _chat_body(body)
+        rest = {k: v for k, v in body.items() if k not in NO_EFFECT}
+        refuse_unsupported(rest)
+        own = {k: rest.pop(k) for k in EXTRA_KEYS & rest.keys()}
+        asked = take(MessagesBody, rest)
+        if rest:
+            known = {k: v for k, v in body.items() if k in MessagesBody.model_fields}
+            read(MessagesBody, known | rest)  # which names the first that is unknown
+        form = asked.output_config.format or asked.output_format
+        kwargs = own.get("chat_template_kwargs")
+        found = own | thinking_wanted(asked, kwargs if isinstance(kwargs, dict) else {})
+        found |= {k: getattr(asked, k) for k in "model max_tokens temperature top_p top_k".split()}
+        found |= conversation_of(asked.system, asked.messages)
+        found |= dict(stream=asked.stream, stop=asked.stop_sequences or None)
+        found["tools"] = chat_tools(asked.tools) or None
+        found |= chat_choice_of(asked.tool_choice) if asked.tool_choice else {}
+        if form:
+            found["response_format"] = dict(
+                type="json_schema", json_schema=dict(name="answer", schema=form.schema_)
+            )
+        return {k: v for k, v in found.items() if v is not None}
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00031
 class MessageRequest(ApiRequest):
@@ -388,20 +382,16 @@ class MessageRequest(ApiRequest):
     )
 
 
-def parse_messages(
-    body: dict[str, Any], parse: Callable[[dict[str, Any]], ApiRequest]
-) -> MessageRequest:
-    """The request of a body of /v1/messages; `parse`: reads the body of a chat. Raises
-    `BadRequest`."""
+def parse_messages(body: dict[str, Any]) -> MessageRequest:
+    "The request of a body of /v1/messages. Raises `BadRequest`."
+    chat = chat_of_message(body)
     with renaming(MessageRequest.names):
-        return MessageRequest(**vars(parse(chat_of_message(body))))
+        return MessageRequest(**vars(parse_chat(chat)))
 
 
-def parse_count(
-    body: dict[str, Any], parse: Callable[[dict[str, Any]], ApiRequest]
-) -> MessageRequest:
+def parse_count(body: dict[str, Any]) -> MessageRequest:
     "The same of a body of /v1/messages/count_tokens, which says nothing of the answer's length."
-    return parse_messages(dict(max_tokens=1) | body, parse)
+    return parse_messages(dict(max_tokens=1) | body)
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00033
 PING = named_event("ping")
