@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64, itertools, time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
@@ -61,6 +61,7 @@ class PoolingRequest:
     adapter: str | None = None
     stream = False
     chat = False
+    names: ClassVar[dict[str, str]] = {}
 
     @property
     def num_choices(self) -> int:

@@ -6,30 +6,36 @@
 from __future__ import annotations
 
 import json, secrets, time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from ..core.params import SamplingParams
 from ..errors import ParamError
-from .schema import STATUS, ApiRequest, ChoiceParts
-from .settings import BadRequest
-from .schema import as_bad_request, parse_online, usage_of
+from .schema import STATUS, ApiRequest, Deltas, Items
+from batchlab.jobs.schema import (
+    as_bad_request,
+    behind,
+    chat_logprobs,
+    named_event,
+    parse_chat,
+    renamed,
+    renaming,
+    usage_of,
+)
 from .settings import Body, Whole, read, take
-from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
+from .tools import ToolChoice, ToolFormat
 
 if TYPE_CHECKING:  # a check of a file needs no torch
-    from batchlab.llm.outputs import RequestOutput
-
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
+    from batchlab.llm.outputs import CompletionOutput, RequestOutput
 
 # %% auto #0
-__all__ = ['CHAT_NAMES', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of', 'ResponseAsked', 'read_response',
-           'chat_body', 'response_error', 'as_response_error', 'ResponseRequest', 'request_of', 'format_shown',
-           'response_head', 'response_usage', 'ResponseParts', 'response_of']
+__all__ = ['CHAT_NAMES', 'response_error', 'as_response_error', 'WHO', 'ERRORS', 'read_items', 'messages_of', 'Roles', 'roles_of',
+           'ResponseAsked', 'read_response', 'chat_body', 'ResponseRequest', 'request_of', 'format_shown',
+           'response_head', 'response_usage', 'is_object', 'ResponseParts', 'response_of']
 
 # %% ../../nbs/6_jobs/responses.ipynb #25226e78
 class ResponseForm(Body):
@@ -317,9 +323,9 @@ def chat_tool(given: Any, at: str) -> dict[str, Any]:
     if kind != "function":
         why = f"{at} is of type {kind!r:.60}, and only functions can be called here: leave it out"
         raise ParamError(why, field=f"{at}.type")
-    f = read(Function, given, at)
-    own = dict(name=f.name, description=f.description, parameters=f.parameters, strict=f.strict)
-    return dict(type="function", function={k: v for k, v in own.items() if v is not None})
+    keys = {*"name description parameters strict".split()}
+    function = read(Function, given, at).model_dump(include=keys, exclude_none=True)
+    return dict(type="function", function=function)
 
 
 def chat_choice(given: Any) -> Any:
@@ -410,23 +416,8 @@ CHAT_NAMES = dict(
     max_completion_tokens="max_output_tokens",
     logprobs="include",
 )
-
-
-def response_error(e: BadRequest) -> BadRequest:
-    "`e`, which is about a chat, as it is about a response."
-    text = str(e)
-    for k in ("response_format", "max_completion_tokens"):
-        text = text.replace(k, CHAT_NAMES[k])
-    return BadRequest(text, e.code, CHAT_NAMES.get(e.param or "", e.param), e.retry_after)
-
-
-@contextmanager
-def as_response_error() -> Iterator[None]:
-    "A `BadRequest` about a chat becomes one about a response."
-    try:
-        yield
-    except BadRequest as e:
-        raise response_error(e) from None
+response_error = partial(renamed, names=CHAT_NAMES)
+as_response_error = partial(renaming, CHAT_NAMES)
 
 # %% ../../nbs/6_jobs/responses.ipynb #3673acda
 @dataclass
@@ -437,6 +428,7 @@ class ResponseRequest(ApiRequest):
     wanted: ResponseAsked = field(kw_only=True)
     body: dict[str, Any] = field(kw_only=True)
     kept: bool = False
+    names = CHAT_NAMES
 
     @property
     def key(self) -> str:
@@ -450,11 +442,8 @@ def request_of(
     with as_bad_request({}):
         body = chat_body(wanted, earlier)
     with as_response_error():
-        rest = dict(body)
-        tools = take_tools(rest)
-        asked = vars(parse_online(rest, "chat"))
-    more: dict[str, Any] = dict(tools=tools, wanted=wanted, body=body, kept=kept)
-    return ResponseRequest(**asked | more)
+        asked = parse_chat(body)
+    return ResponseRequest(**vars(asked), wanted=wanted, body=body, kept=kept)
 
 # %% ../../nbs/6_jobs/responses.ipynb #5b281147
 WHO = "user", "safety_identifier", "prompt_cache_key"  # in the response if they are given
@@ -474,33 +463,24 @@ def response_head(
     "A response that has not begun. `name`: makes its id; `model`: what to call it; `kept`: whether it can be fetched again."
     own = asked.own
     shown = "type name description parameters strict".split()
-    return dict(
-        id=f"resp_{name}",
-        object="response",
+    same = """background instructions max_output_tokens max_tool_calls metadata parallel_tool_calls
+        previous_response_id tool_choice top_logprobs truncation"""
+    head = dict(id=f"resp_{name}", object="response") | own.model_dump(include={*same.split()})
+    return head | dict(
         created_at=int(time.time()),
         status="in_progress",
-        background=own.background,
         completed_at=None,
         error=None,
         incomplete_details=None,
-        instructions=own.instructions,
-        max_output_tokens=own.max_output_tokens,
-        max_tool_calls=own.max_tool_calls,
-        metadata=own.metadata,
         model=model,
         output=[],
-        parallel_tool_calls=own.parallel_tool_calls,
-        previous_response_id=own.previous_response_id,
         reasoning=dict(effort=own.reasoning.effort, summary=None),
         service_tier="flex" if own.service_tier == "flex" else "default",
         store=kept,
         temperature=params.temperature,
         text=dict(format=format_shown(own.text.format), verbosity=own.text.verbosity or "medium"),
-        tool_choice=own.tool_choice,
         tools=[{k: t.get(k) for k in shown} for t in own.tools],
-        top_logprobs=own.top_logprobs,
         top_p=params.top_p,
-        truncation=own.truncation,
         **{k: v for k in WHO if (v := getattr(own, k)) is not None},
     )
 
@@ -517,63 +497,65 @@ def response_usage(used: dict[str, Any]) -> dict[str, Any]:
         total_tokens=used["total_tokens"],
     )
 
-# %% ../../nbs/6_jobs/responses.ipynb #d7a2def8
-TEXTS = dict(message="output_text", reasoning="reasoning_text")  # the type of their parts
-
 # %% ../../nbs/6_jobs/responses.ipynb #ac05e4aa
 ERRORS = {"server_error", "rate_limit_exceeded"}  # codes of a response beside invalid_prompt
 
 
-class ResponseParts:
-    """The events of `response`, which grows with them, one of its items at a time. Each public
-    method gives the new events, as bytes."""
+def is_object(text: str) -> bool:
+    "Whether `text` is a JSON object, and whole."
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
-    def __init__(self, response: dict[str, Any]) -> None:
-        self.response, self.number, self.new = response, 0, list[str]()
+
+class ResponseParts(Items):
+    """The events of `response`, which grows with them. `params`, `tools`, `tool_format`: those of
+    the request. Each public method gives the new events, as bytes."""
+
+    def __init__(
+        self,
+        response: dict[str, Any],
+        params: SamplingParams | None = None,
+        tools: ToolChoice | None = None,
+        tool_format: ToolFormat | None = None,
+    ) -> None:
         self.name = response["id"].partition("_")[2]
-        self.item: dict[str, Any] | None = None  # that grows
-        self.scores: list[Any] = []  # log probabilities that no event has yet
-        self.scored = self.thoughts = 0  # tokens whose scores left `scores`, and those of a thought
+        super().__init__(Deltas(tools, tool_format, f"{self.name}-0"))
+        self.response, self.params, self.number = response, params, 0
+        self.now: CompletionOutput | None = None  # the answer so far
+        self.scored = 0  # of its tokens, whose log probabilities an event has
 
     def begin(self) -> bytes:
         "The response is under way."
-        for type in ("created", "in_progress"):
-            self._say(f"response.{type}", response=self.response)
-        return self._taken()
+        for state in ("created", "in_progress"):
+            self._say(state, response=self.response)
+        return self.take()
 
-    def take(
-        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, thoughts: int = 0
-    ) -> bytes:
-        """The events that a part of a chat adds; `logprobs`: those of its tokens. `thoughts`: how
-        many of the chat's tokens so far, from the first on, are a thought."""
-        self.scores += (logprobs or {}).get("content") or []
-        self.thoughts = max(self.thoughts, thoughts)
-        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
-            self._write("reasoning", thought, [])
-        content, grows = delta.get("content"), self.item and self.item["type"] == "message"
-        if content or self.scores and grows:
-            self._write("message", content or "", self._scores_of_text())
-        for call in delta.get("tool_calls") or ():
-            self._call(call)
-        return self._taken()
+    def since(self, c: CompletionOutput) -> bytes:
+        "What is new in answer `c`."
+        begun, self.now = b"" if self.number else self.begin(), c
+        return begun + self.take(*self.deltas.since(c))
 
     def finish(self, reason: str | None, usage: dict[str, Any]) -> bytes:
         "The chat has ended for a `reason`, with its `usage`: all events but the last."
         if not self.response["output"]:
-            self._write("message", "", self._scores_of_text())
+            self.open("text")
+        if self.kind == "text":
+            self.grown("")
         status = "incomplete" if reason == "length" else "completed"
-        self._close("completed" if self._is_whole_call() else status)
+        self.close("completed" if self.kind == "call" and is_object(self.text) else status)
         self.response |= dict(status=status, usage=response_usage(usage))
         if status == "incomplete":
             self.response["incomplete_details"] = dict(reason="max_output_tokens")
         else:
             self.response["completed_at"] = int(time.time())
-        return self._taken()
+        return self.take()
 
     def last(self) -> bytes:
         "The last event, which has the whole response."
-        self._say(f"response.{self.response['status']}", response=self.response)
-        return self._taken()
+        self._say(self.response["status"], response=self.response)
+        return self.take()
 
     def end(self, reason: str | None, usage: dict[str, Any]) -> bytes:
         "The same as `finish` and `last`."
@@ -582,98 +564,74 @@ class ResponseParts:
     def fail(self, code: str, message: str) -> bytes:
         "The response has failed, for a reason `code` of an error."
         begun = b"" if self.number else self.begin()
-        self._close("incomplete")
+        self.close("incomplete")
         known = code if code in ERRORS else "invalid_prompt"
         error = dict(code="server_error" if STATUS.get(code, 400) >= 500 else known)
         self.response |= dict(status="failed", error=error | dict(message=message))
-        self._say("response.failed", response=self.response)
-        return begun + self._taken()
+        return begun + self.last()
 
-    # Text and calls grow an item
-    def _is_whole_call(self) -> bool:
-        "Whether the item that grows is a call with all of its arguments."
-        try:
-            return isinstance(json.loads((self.item or {}).get("arguments", "")), dict)
-        except ValueError:
-            return False
-
-    def _scores_of_text(self) -> list[Any]:
-        "The log probabilities that no event has yet, but for those of a thought."
-        scores, self.scores = self.scores, []
-        self.scored += len(scores)
-        return scores[max(0, self.thoughts - self.scored + len(scores)) :]
-
-    def _write(self, kind: str, text: str, logprobs: list[Any]) -> None:
-        "More `text` of an item of a `kind` of `TEXTS`."
-        if not self.item or self.item["type"] != kind:
-            more: dict[str, Any] = dict(role="assistant") if kind == "message" else dict(summary=[])
-            self._open("msg" if kind == "message" else "rs", type=kind, content=[], **more)
-            assert self.item
-            part: dict[str, Any] = dict(type=TEXTS[kind], text="")
-            part |= dict(annotations=[], logprobs=[]) if kind == "message" else {}
-            self.item["content"].append(part)
+    # What happens to an item
+    def opened(self, call: dict[str, Any] | None) -> None:
+        output, part = self.response["output"], None
+        own, prefix = dict[str, Any](type="message", content=[], role="assistant"), "msg"
+        if call:
+            f, prefix = call["function"], "fc"
+            own = dict(type="function_call", call_id=call["id"], name=f["name"], arguments="")
+        elif self.kind == "text":
+            part = dict[str, Any](type="output_text", text="", annotations=[], logprobs=[])
+        else:
+            own, prefix = dict(type="reasoning", content=[], summary=[]), "rs"
+            part = dict(type="reasoning_text", text="")
+        id = f"{prefix}_{self.name}_{len(output)}"
+        output.append(dict(id=id, status="in_progress") | own)
+        self._say("output_item.added", output_index=len(output) - 1, item=output[-1])
+        if part:
+            output[-1]["content"].append(part)
             self._about("content_part.added", content_index=0, part=part)
-        assert self.item
-        part = self.item["content"][0]
-        part["text"] += text
-        more = dict(logprobs=logprobs) if kind == "message" else {}
-        if kind == "message":
-            part["logprobs"] += logprobs
-        if text or logprobs:
-            self._about(f"{part['type']}.delta", content_index=0, delta=text, **more)
 
-    def _call(self, call: dict[str, Any]) -> None:
-        "A call, or more of its arguments."
-        f = call["function"]
-        if "id" in call:
-            own = dict(call_id=call["id"], name=f["name"], arguments="")
-            self._open("fc", type="function_call", **own)
-        assert self.item
-        if text := f.get("arguments"):
-            self.item["arguments"] += text
-            self._about("function_call_arguments.delta", delta=text)
+    def grown(self, text: str) -> None:
+        if self.kind == "call":
+            return self._about("function_call_arguments.delta", delta=text)
+        part, own = self.response["output"][-1]["content"][0], {}
+        if self.kind == "text":
+            own = dict(logprobs=self._scores())
+            part["logprobs"] += own["logprobs"]
+        if text or own["logprobs"]:
+            self._about(f"{part['type']}.delta", content_index=0, delta=text, **own)
 
-    # Events about an item
-    def _say(self, type: str, **more: Any) -> None:
-        event = dict(type=type, sequence_number=self.number) | more
-        self.new.append(f"event: {type}\ndata: {_dumps(event)}\n\n")
-        self.number += 1
-
-    def _about(self, type: str, **more: Any) -> None:
-        "An event about the item that grows."
-        assert self.item
-        index = len(self.response["output"]) - 1
-        self._say(f"response.{type}", item_id=self.item["id"], output_index=index, **more)
-
-    def _taken(self) -> bytes:
-        new, self.new = "".join(self.new).encode(), []
-        return new
-
-    def _open(self, prefix: str, **item: Any) -> None:
-        "The next item begins."
-        self._close("completed")
+    def closed(self, status: str) -> None:
         output = self.response["output"]
-        own = dict(id=f"{prefix}_{self.name}_{len(output)}", status="in_progress")
-        self.item = own | item
-        output.append(self.item)
-        self._say("response.output_item.added", output_index=len(output) - 1, item=self.item)
-
-    def _close(self, status: str) -> None:
-        "The item that grows, if one does, is at its end."
-        if (item := self.item) is None:
-            return
-        if item["type"] == "function_call":
-            said = dict(name=item["name"], arguments=item["arguments"])
+        item = output[-1]
+        if self.kind == "call":
+            item["arguments"] = self.text
+            said = dict(name=item["name"], arguments=self.text)
             self._about("function_call_arguments.done", **said)
         else:
-            part = item["content"][0]
+            [part] = item["content"]
+            part["text"] = self.text
             own = {k: part[k] for k in ("text", "logprobs") if k in part}
             self._about(f"{part['type']}.done", content_index=0, **own)
             self._about("content_part.done", content_index=0, part=part)
         item["status"] = status
-        index = len(self.response["output"]) - 1
-        self._say("response.output_item.done", output_index=index, item=item)
-        self.item = None
+        self._say("output_item.done", output_index=len(output) - 1, item=item)
+
+    def _scores(self) -> list[Any]:
+        "The log probabilities that no event has yet, but for those of a thought."
+        if not (c := self.now) or not (p := self.params):
+            return []
+        new, self.scored = max(self.scored, c.num_reasoning_tokens), len(c.token_ids)
+        return (chat_logprobs(behind(c, new), p.logprobs, p.logprob_token_ids) or {}).get(
+            "content", []
+        )
+
+    def _say(self, type: str, **more: Any) -> None:
+        self.new += named_event(f"response.{type}", sequence_number=self.number, **more)
+        self.number += 1
+
+    def _about(self, type: str, **more: Any) -> None:
+        "An event about the last item."
+        output = self.response["output"]
+        self._say(type, item_id=output[-1]["id"], output_index=len(output) - 1, **more)
 
 # %% ../../nbs/6_jobs/responses.ipynb #517bea1f
 def response_of(
@@ -683,11 +641,7 @@ def response_of(
     tool_format: ToolFormat | None = None,
 ) -> dict[str, Any]:
     "`head`, as `response_head` gives it, with the answer `out`, which may call `tools`."
-    parts, c, p = ResponseParts(head), out.outputs[0], out.params
-    assert p is not None
-    parser = ToolParser(tool_format, tools, f"{parts.name}-0") if tools else None
-    choice = ChoiceParts(0, True, p.logprobs, p.logprob_token_ids, parser)
-    for part in map(json.loads, choice.since(c, "")):
-        parts.take(part["delta"], part["logprobs"], c.num_reasoning_tokens)
+    parts, [c] = ResponseParts(head, out.params, tools, tool_format), out.outputs
+    parts.since(c)
     parts.end(c.finish_reason, usage_of(out))
     return parts.response

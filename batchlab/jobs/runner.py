@@ -22,7 +22,7 @@ from .fields import JobFields
 from .lines import JobLine, ParamsCache, Postprocess, answer_record, failure_record
 from .settings import BadRequest
 from .pooling import TextsOutput
-from .responses import fit_roles
+from .responses import fit_roles, response_error
 from .tools import conversation_with, tool_params
 
 if TYPE_CHECKING:  # a dry run needs no torch
@@ -102,6 +102,8 @@ def admit_line(
         too_long = group.reason == "too_long"
         line.failure = "context_length_exceeded" if too_long else "invalid_request", group.error
     except (BadRequest, BatchlabError) as e:
+        if line.response and isinstance(e, BadRequest):
+            e = response_error(e)
         if first and isinstance(e, ModelError):
             raise JobError(str(e)) from e  # no line can be answered
         line.failure = getattr(e, "code", "invalid_request"), str(e)

@@ -9,12 +9,12 @@ import json, math, time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic_core import from_json
 
 from ..errors import ParamError, PromptError
-from .tools import ToolChoice, ToolFormat, ToolParser
+from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
 from .settings import ALIASES, BadRequest, DROPPED, KNOWN_SETTINGS, Body, Whole
 from .settings import check_sizes, is_setting, settings_of, take
 from ..errors import whole_number
@@ -25,11 +25,12 @@ if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.core.sampling import Logprob
 
 # %% auto #0
-__all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'DONE', 'sampling_options', 'request_params',
-           'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of', 'keys_beside',
-           'usage_of', 'thought_of', 'tokens_used', 'finish_of', 'choice_of', 'body_head', 'answer_body', 'error_body',
-           'StreamOptions', 'Talk', 'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest', 'parse_online', 'echoed',
-           'prompt_logprobs_of', 'ChoiceParts', 'Parts']
+__all__ = ['DEFAULTS', 'POOLING_URLS', 'URLS', 'ReadCalls', 'STATUS', 'MESSAGE', 'dumps', 'DONE', 'sampling_options',
+           'request_params', 'as_messages', 'many_prompts', 'one_prompt', 'parse_body', 'custom_id_of', 'endpoint_of',
+           'keys_beside', 'counted', 'usage_of', 'thought_of', 'tokens_used', 'finish_of', 'choice_of', 'body_head',
+           'answer_body', 'error_body', 'StreamOptions', 'Talk', 'OnlineBody', 'ChatBody', 'TextBody', 'ApiRequest',
+           'parse_online', 'parse_chat', 'echoed', 'prompt_logprobs_of', 'Deltas', 'behind', 'ChoiceParts', 'Parts',
+           'named_event', 'Items']
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000010
 def key_of(field: str, body: dict[str, Any]) -> str | None:
@@ -55,7 +56,26 @@ def as_bad_request(body: dict[str, Any]) -> Iterator[None]:
         yield
     except ParamError as e:
         found = at_fault(e.field, body, e.field[:60] or None)
-        raise BadRequest(str(e), param=found) from None
+        raise BadRequest(e, param=found) from None
+
+
+def renamed(e: BadRequest, names: dict[str, str]) -> BadRequest:
+    """`e`, which is about a chat, with its fields called as another API does. `names`: its own for
+    the parts of their paths."""
+    own = lambda path: ".".join(part for k in path.split(".") if (part := names.get(k, k)))
+    said = e.args[0]
+    if not isinstance(said, str):
+        said = said.said(lambda option: str(replace(option, name=own(option.name))))
+    return BadRequest(said, e.code, e.param and own(e.param), e.retry_after)
+
+
+@contextmanager
+def renaming(names: dict[str, str]) -> Iterator[None]:
+    "A `BadRequest` about a chat becomes one about a request of another API: see `renamed`."
+    try:
+        yield
+    except BadRequest as e:
+        raise renamed(e, names) from None
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000028
 def sampling_options(given: dict[str, Any], chat: bool) -> dict[str, Any]:
@@ -350,15 +370,16 @@ def text_logprobs(c: CompletionOutput, start: int = 0, first: str = "") -> dict[
     return dict(tokens=tokens, token_logprobs=logprobs, top_logprobs=tops, text_offset=offsets)
 
 # %% ../../nbs/6_jobs/schema.ipynb #oa000060
+def counted(read: int, made: int) -> dict[str, Any]:
+    "The tokens of a prompt, of its answers, and of both."
+    return dict(prompt_tokens=read, completion_tokens=made, total_tokens=read + made)
+
+
 def usage_of(*outs: RequestOutput) -> dict[str, Any]:
     "Tokens of one `RequestOutput` or more in and out, as the API counts them."
     p, c = sum(len(o.prompt_token_ids or ()) for o in outs), sum(o.num_tokens for o in outs)
-    usage: dict[str, Any] = dict(
-        prompt_tokens=p,
-        completion_tokens=c,
-        total_tokens=p + c,
-        prompt_tokens_details=dict(cached_tokens=sum(o.num_cached_tokens for o in outs)),
-    )
+    usage = counted(p, c)
+    usage["prompt_tokens_details"] = dict(cached_tokens=sum(o.num_cached_tokens for o in outs))
     thinking = [x for o in outs for x in o.outputs if x.reasoning is not None]
     if thinking:
         n = sum(x.num_reasoning_tokens for x in thinking)
@@ -544,6 +565,7 @@ class ApiRequest:
     asked: dict[str, Any] = field(default_factory=dict)  # the body
     tools: ToolChoice | None = None
     tool_format: ToolFormat | None = None
+    names: ClassVar[dict[str, str]] = {}  # of a chat's fields in errors, where its API has others
 
     @property
     def chat(self) -> bool:
@@ -559,54 +581,56 @@ class ApiRequest:
         return len(self.prompts) * self.params.n
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl00005
-def _parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
-    "See `parse_online`."
-    chat, rest = kind == "chat", dict(body)
-    check_sizes(rest)
-    given: Any = take(ChatBody if chat else TextBody, rest)
-    parts, of_prompt = given.stream_options or StreamOptions(), given.prompt_logprobs
-    echo = not chat and given.echo
-    if parts.model_fields_set and not given.stream:
-        raise ParamError("stream_options needs stream to be true", field="stream_options")
-    if silent := echo and whole_number(rest.get("max_tokens")) == 0:
-        rest["max_tokens"] = 1
-    options = settings_of(rest, chat)
-    if echo and of_prompt is None:
-        of_prompt = options.get("logprobs")
-    if of_prompt is not None:
-        options["prompt_logprobs"] = of_prompt
-        if given.stream and not echo:
-            raise ParamError(
-                "prompt_logprobs come with a whole answer: leave stream out",
-                field="prompt_logprobs",
-            )
-    params = request_params(options, DEFAULTS[kind])
-    if chat:
-        prompts: list[Any] = [dict(messages=as_messages(given.messages)) | given.options]
-    else:
-        prompts = many_prompts(given.prompt)
-    usage = bool(parts.include_usage)
-    return ApiRequest(
-        kind,
-        prompts,
-        params,
-        model=given.model,
-        stream=given.stream,
-        usage=usage,
-        usage_each=usage and bool(parts.continuous_usage_stats),
-        echo=echo,
-        silent=silent,
-        token_ids=given.return_token_ids,
-        priority=given.priority,
-        asked=body,
-    )
-
-
 def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     """The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises
     `BadRequest`, which names the key at fault if it is one."""
     with as_bad_request(body):
-        return _parse_online(body, kind)
+        chat, rest = kind == "chat", dict(body)
+        check_sizes(rest)
+        given: Any = take(ChatBody if chat else TextBody, rest)
+        parts, of_prompt = given.stream_options or StreamOptions(), given.prompt_logprobs
+        echo = not chat and given.echo
+        if parts.model_fields_set and not given.stream:
+            raise ParamError("stream_options needs stream to be true", field="stream_options")
+        if silent := echo and whole_number(rest.get("max_tokens")) == 0:
+            rest["max_tokens"] = 1
+        options = settings_of(rest, chat)
+        if echo and of_prompt is None:
+            of_prompt = options.get("logprobs")
+        if of_prompt is not None:
+            options["prompt_logprobs"] = of_prompt
+            if given.stream and not echo:
+                raise ParamError(
+                    "prompt_logprobs come with a whole answer: leave stream out",
+                    field="prompt_logprobs",
+                )
+        params = request_params(options, DEFAULTS[kind])
+        if chat:
+            prompts: list[Any] = [dict(messages=as_messages(given.messages)) | given.options]
+        else:
+            prompts = many_prompts(given.prompt)
+        usage = bool(parts.include_usage)
+        return ApiRequest(
+            kind,
+            prompts,
+            params,
+            model=given.model,
+            stream=given.stream,
+            usage=usage,
+            usage_each=usage and bool(parts.continuous_usage_stats),
+            echo=echo,
+            silent=silent,
+            token_ids=given.return_token_ids,
+            priority=given.priority,
+            asked=body,
+        )
+
+
+def parse_chat(body: dict[str, Any]) -> ApiRequest:
+    "The `ApiRequest` of a chat, with its tools. Raises `BadRequest`."
+    rest = dict(body)
+    tools = take_tools(rest)
+    return replace(parse_online(rest, "chat"), tools=tools)
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl00008
 def echoed(out: RequestOutput, prompt: str, silent: bool = False) -> RequestOutput:
@@ -642,31 +666,54 @@ def prompt_logprobs_of(out: RequestOutput) -> list[dict[str, Any] | None]:
         for step in out.prompt_logprobs or ()
     ]
 
-# %% ../../nbs/6_jobs/schema.ipynb #onl00011
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
+# %% ../../nbs/6_jobs/schema.ipynb #dlt00001
+dumps = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: half a surrogate pair is an escape
 DONE = b"data: [DONE]\n\n"
 
 
+class Deltas:
+    """An answer as it grows, in the deltas of a chat, of which the events of every API are made.
+    The calls of `tools` are found in its text; `key` makes their ids."""
+
+    def __init__(self, tools: ToolChoice | None, tool_format: ToolFormat | None, key: str) -> None:
+        self.parser = ToolParser(tool_format, tools, key) if tools else None
+        self.chars = self.thought = 0
+
+    def since(self, c: CompletionOutput) -> list[dict[str, Any]]:
+        "What is new in `c`: a thought, then text and calls as they were written."
+        text, thought = c.text[self.chars :], (c.reasoning or "")[self.thought :]
+        self.chars, self.thought = len(c.text), len(c.reasoning or "")
+        deltas = [dict[str, Any](content=text)] if text else []
+        if self.parser:
+            deltas = self.parser.feed(text) + (self.parser.close() if c.finish_reason else [])
+        return ([thought_of(thought)] if thought else []) + deltas
+
+
+def behind(c: CompletionOutput, n: int) -> CompletionOutput:
+    "`c` without its first `n` tokens."
+    return replace(c, token_ids=c.token_ids[n:], logprobs=c.logprobs and c.logprobs[n:])
+
+# %% ../../nbs/6_jobs/schema.ipynb #onl00011
+@dataclass
 class ChoiceParts:
-    """The counts of what was sent of choice `index`: characters, tokens, and where in the text the
+    """The parts of choice `index`, with what was sent of it: tokens, ids, and where in the text the
     next token begins. For the rest see `Parts`."""
 
-    def __init__(
-        self,
-        index: int,
-        chat: bool,
-        top: int | None,
-        ids: Collection[int] | None,
-        parser: ToolParser | None,
-    ) -> None:
-        self.index, self.chat, self.top, self.ids, self.parser = index, chat, top, ids, parser
-        self.chars = self.thought = self.tokens = self.offset = self.given = 0
-        self.begun = self.ended = False
+    index: int
+    chat: bool
+    top: int | None
+    ids: Collection[int] | None
+    deltas: Deltas
+    tokens: int = 0
+    given: int = 0
+    offset: int = 0
+    begun: bool = False
+    ended: bool = False
 
     def _logprobs(self, c: CompletionOutput, first: str) -> dict[str, Any] | None:
         if c.logprobs is None:
             return None
-        new = replace(c, token_ids=c.token_ids[self.tokens :], logprobs=c.logprobs[self.tokens :])
+        new, self.tokens = behind(c, self.tokens), len(c.token_ids)
         if self.chat:
             return chat_logprobs(new, self.top, self.ids)
         found = text_logprobs(new, self.offset, first)
@@ -676,45 +723,35 @@ class ChoiceParts:
 
     def since(
         self, c: CompletionOutput, first: str, token_ids: Sequence[int] | None = None
-    ) -> list[str]:
-        """The new parts of the choice, as JSON, one for each delta. `token_ids`: those of the
+    ) -> list[dict[str, Any]]:
+        """The new parts of the choice, one for each delta of a chat. `token_ids`: those of the
         answer so far, if the parts are to have them."""
-        text, reason = c.text[self.chars :], c.finish_reason
-        thought = (c.reasoning or "")[self.thought :]
-        if self.ended or self.begun and not text and not thought and not reason:
+        deltas = [] if self.ended else self.deltas.since(c)
+        if self.ended or self.begun and not deltas and not c.finish_reason:
             return []  # its tokens come with the text that they settle
-        self.ended, self.chars = bool(reason), len(c.text)
-        self.thought += len(thought)
-        deltas = [dict[str, Any](content=text)] if text or not thought else []
-        if self.parser:
-            deltas = self.parser.feed(text) + (self.parser.close() if reason else [])
-            reason = finish_of(reason, self.parser.calls)
-            if self.begun and not deltas and not thought and not reason:
-                return []  # the beginning of a call, maybe
-        deltas = ([thought_of(thought)] if thought else []) + deltas or [{}]
-        logprobs, self.tokens = self._logprobs(c, first), len(c.token_ids)
+        parser = self.deltas.parser
+        deltas = deltas or [{} if parser else dict(content="")]
         if not self.begun:
             deltas[0] = dict(role="assistant", content=None) | deltas[0]
-        self.begun, parts, own = True, [], ""
+        said = [dict(delta=d) for d in deltas]
+        if not self.chat:
+            said = [dict(text=deltas[-1].get("content") or "")]
+        none = dict(logprobs=None, finish_reason=None)
+        parts = [dict[str, Any](index=self.index) | s | none for s in said]
+        parts[0]["logprobs"] = self._logprobs(c, first)
+        parts[-1]["finish_reason"] = finish_of(c.finish_reason, parser and parser.calls)
         if token_ids is not None:
-            own, self.given = f',"token_ids":{_dumps(token_ids[self.given :])}', len(token_ids)
-        for i, delta in enumerate(deltas):
-            said = f'"delta":{_dumps(delta)}' if self.chat else f'"text":{_dumps(text)}'
-            settled = _dumps((logprobs or None) if i == 0 else None)
-            end = _dumps(reason if i == len(deltas) - 1 else None)
-            parts.append(
-                f'{{"index":{self.index},{said},"logprobs":{settled},"finish_reason":{end}{own}}}'
-            )
-            own = own and ',"token_ids":[]'
+            for part in parts:
+                part["token_ids"], self.given = token_ids[self.given :], len(token_ids)
+        self.begun, self.ended = True, c.finish_reason is not None
         return parts
 
 # %% ../../nbs/6_jobs/schema.ipynb #onl0011b
 class Parts:
     """The events of one streamed answer, as bytes. `top`, `ids`: the log probabilities that were
-    asked for, as in `choice_of`.
+    asked for, as in `choice_of`; `tools`, `tool_format`: the calls, as in `Deltas`.
 
-    `since` is called with the answers as they are by now, and writes what is new. `parser`:
-    makes what finds the tool calls of choice `index`."""
+    `since` is called with the answers as they are by now, and writes what is new."""
 
     def __init__(
         self,
@@ -724,11 +761,13 @@ class Parts:
         top: int | None = None,
         ids: Collection[int] | None = None,
         usage: bool = False,
-        parser: Callable[[int], ToolParser] | None = None,
+        tools: ToolChoice | None = None,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self.usage, self.choices, self.chat = usage, dict[int, ChoiceParts](), kind == "chat"
-        self.new = lambda i: ChoiceParts(i, kind == "chat", top, ids, parser and parser(i))
-        self.head = f"data: {_dumps(body_head(kind, name, model, True))[:-1]},"
+        deltas = lambda i: Deltas(tools, tool_format, f"{name}-{i}")
+        self.new = lambda i: ChoiceParts(i, self.chat, top, ids, deltas(i))
+        self.head = dumps(body_head(kind, name, model, True))[:-1]
 
     def since(
         self,
@@ -744,28 +783,79 @@ class Parts:
         `used`: for each its tokens `(of the prompt, of the answer)` so far, if each part is to
         say them. `ids`: the ids of the prompt, and of each answer so far, which vLLM's parts have:
         the prompt's in the first of each choice, in a chat beside it."""
-        events = list[str]()
+        events = ""
         for i, c in enumerate(outputs):
             index = start + c.index
             if index not in self.choices:
                 self.choices[index] = self.new(index)
-            fresh, tail = not self.choices[index].begun, self._tail(used[i] if used else None)
-            own = f'"prompt_token_ids":{_dumps(ids[0])},' if ids and fresh else ""
+            own = {} if not ids or self.choices[index].begun else dict(prompt_token_ids=ids[0])
+            usage = dict(usage=used and counted(*used[i])) if self.usage else {}
             for part in self.choices[index].since(c, first, ids and ids[1][i]):
-                beside, inside = (own, "") if self.chat else ("", own)
-                events.append(f'{self.head}{beside}"choices":[{{{inside}{part[1:]}{tail}')
-                own = ""
-        return "".join(events).encode()
+                beside, inside = (own, {}) if self.chat else ({}, own)
+                events += self._event(beside | dict(choices=[inside | part]) | usage)
+                own = {}
+        return events.encode()
 
-    def _tail(self, used: tuple[int, int] | None) -> str:
-        if not self.usage:
-            return "]}\n\n"
-        told = used and dict(
-            prompt_tokens=used[0], completion_tokens=used[1], total_tokens=sum(used)
-        )
-        return f'],"usage":{_dumps(told or None)}}}\n\n'
+    def _event(self, event: dict[str, Any]) -> str:
+        return f"data: {self.head},{dumps(event)[1:]}\n\n"
 
     def end(self, usage: dict[str, Any] | None = None) -> bytes:
         "The last events."
-        last = f'{self.head}"choices":[],"usage":{_dumps(usage)}}}\n\n' if usage else ""
+        last = self._event(dict(choices=[], usage=usage)) if usage else ""
         return last.encode() + DONE
+
+# %% ../../nbs/6_jobs/schema.ipynb #dlt00004
+def named_event(type: str, **more: Any) -> bytes:
+    "An event of a `type` as one sent by a server."
+    return f"event: {type}\ndata: {dumps(dict(type=type) | more)}\n\n".encode()
+
+
+class Items:
+    """The items of an answer: thoughts, texts and calls, of which the last one grows. A subclass
+    writes the events of its API into `new`: in `opened`, `grown` and `closed`.
+
+    `kind`: of the item that grows, 'thought', 'text', 'call', or '' if none does; `text`: its own."""
+
+    def __init__(self, deltas: Deltas) -> None:
+        self.deltas, self.kind, self.text, self.new = deltas, "", "", b""
+
+    def opened(self, call: dict[str, Any] | None) -> None:
+        raise NotImplementedError
+
+    def grown(self, text: str) -> None:
+        raise NotImplementedError
+
+    def closed(self, status: str) -> None:
+        raise NotImplementedError
+
+    def take(self, *deltas: dict[str, Any]) -> bytes:
+        "The events that `deltas` make, with those that were not taken yet."
+        for delta in deltas:
+            self._grow("thought", delta.get("reasoning_content"))
+            self._grow("text", delta.get("content"))
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    self.open("call", call)
+                self._grow("call", call["function"].get("arguments"))
+        new, self.new = self.new, b""
+        return new
+
+    def open(self, kind: str, call: dict[str, Any] | None = None) -> None:
+        "The next item begins."
+        self.close()
+        self.kind, self.text = kind, ""
+        self.opened(call)
+
+    def _grow(self, kind: str, text: str | None) -> None:
+        if not text:
+            return
+        if kind != self.kind:
+            self.open(kind)
+        self.text += text
+        self.grown(text)
+
+    def close(self, status: str = "completed") -> None:
+        "The item that grows, if one does, is at its end."
+        if self.kind:
+            self.closed(status)
+            self.kind = ""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..core.params import SETTINGS
-from ..errors import ParamError, near_name, whole_number
+from ..errors import Message, ParamError, near_name, whole_number
 
 log = logging.getLogger("batchlab")
 
@@ -30,7 +30,7 @@ class BadRequest(ValueError):
 
     def __init__(
         self,
-        message: str,
+        message: str | Message | ParamError,
         code: str = "invalid_request",
         param: str | None = None,
         retry_after: int = 1,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import regex
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import BatchlabError
+from ..errors import BatchlabError, Message, Option
 from ..core.params import SamplingParams, StructuredOutputsParams
 from .settings import BadRequest
 
@@ -96,8 +96,9 @@ class _Request(_Part):
     parallel_tool_calls: bool = True
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00020
-def _bad(where: str, what: str) -> BadRequest:
-    return BadRequest(f"{where} {what}", param=re.split(r"\W", where)[0])
+def _bad(where: str, what: str | Message) -> BadRequest:
+    said = Message("{where} {what}", where=Option(where), what=what)
+    return BadRequest(said, param=re.split(r"\W", where)[0])
 
 
 def _refusal(e: ValidationError) -> BadRequest:
@@ -432,8 +433,11 @@ def tool_params(
     if params.structured_outputs:
         raise _bad(
             "tools",
-            "and response_format (or structured_outputs) each say what the answer is: give one of "
-            "them",
+            Message(
+                "and {form} (or {other}) each say what the answer is: give one of them",
+                form=Option("response_format"),
+                other=Option("structured_outputs"),
+            ),
         )
     if fmt.template and choice.strict:
         raise _bad(

@@ -5,44 +5,41 @@
 # %% ../../nbs/7_serve/answers.ipynb #2c714542
 from __future__ import annotations
 
-import asyncio, contextlib, json, logging, re, secrets, time
+import asyncio, contextlib, logging, re, secrets, time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, EngineError, PromptTooLongError
+from ..errors import BatchlabError, EngineError, Message, Option, ParamError
+from ..errors import PromptTooLongError
 from ..llm.outputs import RequestOutput
 from ..tasks.lora import adapter_named, adapter_names
 from .responses import ResponseRunner, keep_response, on_disk
-from .messages import PING, MessageParts, MessageRequest, event_bytes, is_messages
+from .messages import PING, MessageParts, MessageRequest, is_messages
 from .messages import message_body, message_error
-from ..jobs.schema import ApiRequest, Parts, at_fault, choice_of, echoed
+from ..jobs.schema import DONE, ApiRequest, Parts, at_fault, choice_of, dumps
+from ..jobs.schema import echoed, named_event, renamed
 from ..jobs.settings import BadRequest
 from ..jobs.schema import error_body, body_head, prompt_logprobs_of, text_logprobs, usage_of
-from ..jobs.responses import ResponseParts, ResponseRequest, response_error, response_head
+from ..jobs.responses import ResponseParts, ResponseRequest, response_head
 from ..jobs.responses import response_of
 from ..jobs.pooling import PoolingRequest, pooling_body
-from ..jobs.tools import ToolParser, parse_answer
+from ..jobs.tools import parse_answer
 
 from fastapi import Response  # behind routes, which says what is missing
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 # %% auto #0
 __all__ = ['RETRY_AFTER', 'ServedModel', 'ServerLimits']
 
 # %% ../../nbs/7_serve/answers.ipynb #srv00011
-_dumps = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # ASCII: half a surrogate pair is an escape in it
-
-
 UNREAD: Any = None  # in place of `receive`, for a response that reads nothing
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     "`body` as JSON."
-    return Response(_dumps(body), status, headers, "application/json")
+    return Response(dumps(body), status, headers, "application/json")
 
 
 def error_response(e: BadRequest, close: bool = False, path: str = "") -> Response:
@@ -89,7 +86,10 @@ def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> Ba
     if reason == "too_long":
         return context_error(o.error, most, asked.key)
     if o.fault is not None:
-        return BadRequest(o.error or "", param=at_fault(o.fault.field, asked.asked, asked.key))
+        field, said = o.fault.field, o.error or ""
+        named = Option(field * said.startswith(field))
+        said = Message("{named}{rest}", named=named, rest=said.removeprefix(field))
+        return BadRequest(said, param=at_fault(field, asked.asked, asked.key))
     if reason == "cancelled":
         return stopping()
     if reason == "timeout":
@@ -178,8 +178,8 @@ class ServedModel:
         if n and most and n > most:
             given = asked.asked.get("max_tokens") is not None
             key = "max_tokens" if given else "max_completion_tokens"
-            why = f"{key} is {n:,}, and the model holds {most:,} tokens with the prompt"
-            raise BadRequest(f"{why}: lower it, or leave it out", param=key)
+            why = f"is {n:,}, and the model holds {most:,} tokens with the prompt: lower it, or "
+            raise BadRequest(ParamError(field=key, why=f"{why}leave it out"), param=key)
 
     def card(self, name: str) -> dict[str, Any]:
         "The model, or an adapter of it, as the API lists models."
@@ -263,6 +263,8 @@ class Answer(Response):
         self.api, self.asked, self.name, self.background = api, asked, secrets.token_hex(12), None
         self.llm, self.model = api.served.llm, api.served.adapter_of(asked.model) or api.served.name
         self.begun, self.pulse = False, b": keep-alive\n\n"
+        own = {"request-id": f"req_{self.name}"}
+        self.more = own if isinstance(asked, MessageRequest) else {}  # headers
 
     async def make(self, send: Send) -> dict[str, Any]:
         raise NotImplementedError
@@ -282,7 +284,7 @@ class Answer(Response):
             n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
             self.scope["said"] = f"{n:,} tokens in, {m:,} out"
         except BadRequest as e:
-            await self._end(send, e)
+            await self._end(send, renamed(e, self.asked.names))
         except BatchlabError as e:
             code = "unavailable" if isinstance(e, EngineError) else "invalid_request"
             await self._end(send, BadRequest(str(e), code))
@@ -311,12 +313,13 @@ class TextAnswer(Answer):
 
     async def make(self, send: Send) -> dict[str, Any]:
         async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
-            outs = {i: o async for i, o in outputs}
-        body = self._body([outs[i] for i in range(len(outs))])
-        await json_response(body)(self.scope, UNREAD, send)
-        return body["usage"]
+            ended = {i: o async for i, o in outputs}
+        outs = [ended[i] for i in range(len(ended))]
+        await json_response(await self.body(outs), headers=self.more)(self.scope, UNREAD, send)
+        return self.usage(outs)
 
-    def _body(self, outs: list[RequestOutput]) -> dict[str, Any]:
+    async def body(self, outs: list[RequestOutput]) -> dict[str, Any]:
+        "The whole answer, whose outputs are `outs`."
         a, choices, p = self.asked, list[dict[str, Any]](), self.asked.params
         read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None  # (text, key)
         for i, o in enumerate(outs):
@@ -374,7 +377,8 @@ STREAM = [
 
 # %% ../../nbs/7_serve/answers.ipynb #a686f0fb
 class StreamedAnswer(TextAnswer):
-    "The answer to an `ApiRequest` in parts."
+    """The answer to an `ApiRequest` in parts. A subclass begins it in `begin`, writes parts in
+    `since` and `last`, and a failure in `failed`."""
 
     async def make(self, send: Send) -> dict[str, Any]:
         self.turn, self.sent = asyncio.Lock(), 0.0
@@ -393,36 +397,50 @@ class StreamedAnswer(TextAnswer):
             if clock() - self.sent >= every:
                 await self._send(send, self.pulse)
 
-    def new_parts(self) -> Parts:
+    def begin(self) -> Any:
+        "What writes the parts."
         a, p = self.asked, self.asked.params
-        new_parser = lambda i: ToolParser(a.tool_format, a.tools, f"{self.name}-{i}")
-        asked = a.kind, self.name, self.model, p.logprobs, p.logprob_token_ids, a.usage
-        return Parts(*asked, parser=new_parser if a.tools else None)
+        asked = a.kind, self.name, self.model, p.logprobs, p.logprob_token_ids
+        return Parts(*asked, a.usage, a.tools, a.tool_format)
+
+    def since(self, i: int, o: RequestOutput) -> bytes:
+        "The parts that output `o` of prompt `i` adds."
+        a, p = self.asked, self.asked.params
+        if a.echo and p.prompt_logprobs is not None and not o.finished:
+            return b""  # they are known at the end
+        (shown, first), (prompt, each) = self.shown(o), self.ids_of(o)
+        used = [(len(prompt), len(ids)) for ids in each] if a.usage_each else None
+        told = (prompt, each) if a.token_ids else None
+        return self.parts.since(shown.outputs, i * p.n, first, used, told)
+
+    async def last(self, out: RequestOutput, usage: dict[str, Any]) -> bytes:
+        "The last parts. `out`: the last output of the first prompt."
+        return self.parts.end(usage if self.asked.usage else None)
+
+    def failed(self, e: BadRequest) -> bytes:
+        "The last parts of an answer that ends with the error `e`."
+        error = dumps(error_body(str(e), e.code, e.param)[1])
+        return f"data: {error}\n\n".encode() + DONE
 
     async def _parts(self, send: Send) -> dict[str, Any]:
-        a, lasts, p, parts = self.asked, {}, self.asked.params, self.new_parts()
+        self.parts, lasts = self.begin(), dict[int, RequestOutput]()
         async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
             async for i, o in outputs:
                 if o.finished:
                     lasts[i] = o
-                elif a.echo and p.prompt_logprobs is not None:
-                    continue  # which are known at the end
-                prompt, used = len(o.prompt_token_ids or ()), None
-                if a.usage_each:
-                    used = [(prompt, 0 if a.silent else len(c.token_ids)) for c in o.outputs]
-                shown, first = self.shown(o)
-                ids = self.ids_of(o) if a.token_ids else None
-                if new := parts.since(shown.outputs, i * p.n, first, used, ids):
+                if new := self.since(i, o):
                     await self._send(send, new)
         usage = self.usage(lasts.values())
-        await self._send(send, parts.end(usage if a.usage else None), last=True)
+        await self._send(send, await self.last(lasts[0], usage), last=True)
         return usage
 
     async def _send(self, send: Send, body: bytes, last: bool = False) -> None:
         "Send a part; before the first, the headers. Waits for a reader that is slow."
         async with self.turn:
             if not self.begun:
-                await send(dict(type="http.response.start", status=200, headers=STREAM))
+                own = [(k.encode(), v.encode()) for k, v in self.more.items()]
+                start = dict(type="http.response.start", status=200, headers=STREAM + own)
+                await send(start)
                 self.begun = True
             await send(dict(type="http.response.body", body=body, more_body=not last))
             self.sent = asyncio.get_running_loop().time()
@@ -431,59 +449,31 @@ class StreamedAnswer(TextAnswer):
         if not self.begun:
             return await super()._end(send, e)
         self.scope["said"] = logged(e)
-        error = _dumps(error_body(str(e), e.code, e.param)[1])
-        await self._send(send, f"data: {error}\n\ndata: [DONE]\n\n".encode(), last=True)
+        await self._send(send, self.failed(e), last=True)
 
 # %% ../../nbs/7_serve/answers.ipynb #srv22msgb
-def with_request_id(send: Send, name: str) -> Send:
-    "`send`, which adds the id of request `name` to the headers."
-
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            own = b"request-id", f"req_{name}".encode()
-            message = {**message, "headers": [*message["headers"], own]}
-        await send(message)
-
-    return sent
-
-
 class MessageAnswer(TextAnswer):
     "The answer to a `MessageRequest`, whole."
 
-    asked: MessageRequest
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
-            [out] = [o async for _, o in outputs]
-        body = message_body(self.asked, out, self.name, self.model)
-        await json_response(body)(self.scope, UNREAD, with_request_id(send, self.name))
-        return self.usage([out])
+    async def body(self, outs: list[RequestOutput]) -> dict[str, Any]:
+        return message_body(self.asked, outs[0], self.name, self.model)
 
 
 class StreamedMessage(StreamedAnswer):
     "The answer to a `MessageRequest` in events."
 
-    asked: MessageRequest
+    def begin(self) -> MessageParts:
+        return MessageParts(self.asked, self.name, self.model)
 
-    async def make(self, send: Send) -> dict[str, Any]:
-        return await super().make(with_request_id(send, self.name))
+    def since(self, i: int, o: RequestOutput) -> bytes:
+        self.pulse = PING
+        return self.parts.since(o)
 
-    async def _parts(self, send: Send) -> dict[str, Any]:
-        parts, out = MessageParts(self.asked, self.name, self.model), None
-        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
-            async for _, out in outputs:
-                if new := parts.since(out):
-                    await self._send(send, new)
-                self.pulse = PING
-        assert out
-        await self._send(send, parts.end(out), last=True)
-        return self.usage([out])
+    async def last(self, out: RequestOutput, usage: dict[str, Any]) -> bytes:
+        return self.parts.end(out)
 
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        if not self.begun:
-            return await refuse(e, self.scope, send)
-        self.scope["said"] = logged(e)
-        await self._send(send, event_bytes(message_error(e)[1]), last=True)
+    def failed(self, e: BadRequest) -> bytes:
+        return named_event(**message_error(e)[1])
 
 # %% ../../nbs/7_serve/answers.ipynb #c37ac9a1
 def new_head(answer: Answer) -> dict[str, Any]:
@@ -509,49 +499,29 @@ async def keep(answer: Answer, response: dict[str, Any], must: bool) -> None:
 class WholeResponse(TextAnswer):
     "The answer to a `ResponseRequest`, whole."
 
-    asked: ResponseRequest
-
-    async def make(self, send: Send) -> dict[str, Any]:
-        async with contextlib.aclosing(self.outputs(grow=False)) as outputs:
-            [out] = [o async for _, o in outputs]
-        response = response_of(new_head(self), out, self.asked.tools, self.asked.tool_format)
+    async def body(self, outs: list[RequestOutput]) -> dict[str, Any]:
+        response = response_of(new_head(self), outs[0], self.asked.tools, self.asked.tool_format)
         await keep(self, response, must="store" in self.asked.wanted.own.model_fields_set)
-        await json_response(response)(self.scope, UNREAD, send)
-        return self.usage([out])
-
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        await super()._end(send, response_error(e))
+        return response
 
 # %% ../../nbs/7_serve/answers.ipynb #c0b6e0c1
 class StreamedResponse(StreamedAnswer):
     "The answer to a `ResponseRequest` in events."
 
-    asked: ResponseRequest
+    def begin(self) -> ResponseParts:
+        a = self.asked
+        return ResponseParts(new_head(self), a.params, a.tools, a.tool_format)
 
-    async def _parts(self, send: Send) -> dict[str, Any]:
-        out, choice = None, self.new_parts().new(0)
-        self.events = ResponseParts(new_head(self))
-        async with contextlib.aclosing(self.outputs(grow=True)) as outputs:
-            async for _, out in outputs:
-                new = b"" if self.events.number else self.events.begin()
-                for part in map(json.loads, choice.since(out.outputs[0], "")):
-                    thoughts = out.outputs[0].num_reasoning_tokens
-                    new += self.events.take(part["delta"], part["logprobs"], thoughts)
-                if new:
-                    await self._send(send, new)
-        assert out
-        usage = self.usage([out])
-        end = self.events.finish(out.outputs[0].finish_reason, usage)
-        await keep(self, self.events.response, must=False)
-        await self._send(send, end + self.events.last(), last=True)
-        return usage
+    def since(self, i: int, o: RequestOutput) -> bytes:
+        return self.parts.since(o.outputs[0])
 
-    async def _end(self, send: Send, e: BadRequest) -> None:
-        e = response_error(e)
-        if not self.begun:
-            return await refuse(e, self.scope, send)
-        self.scope["said"] = logged(e)
-        await self._send(send, self.events.fail(e.code, str(e)), last=True)
+    async def last(self, out: RequestOutput, usage: dict[str, Any]) -> bytes:
+        end = self.parts.finish(out.outputs[0].finish_reason, usage)
+        await keep(self, self.parts.response, must=False)
+        return end + self.parts.last()
+
+    def failed(self, e: BadRequest) -> bytes:
+        return self.parts.fail(e.code, str(e))
 
 # %% ../../nbs/7_serve/answers.ipynb #srv00022-1
 class PooledAnswer(Answer):

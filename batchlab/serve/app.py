@@ -32,14 +32,14 @@ from .answers import StreamedResponse, TextAnswer, WholeResponse, error_response
 from .answers import context_error, json_response, logged, refuse, stopping
 from ..jobs.lines import json_object
 from ..jobs.schema import POOLING_URLS, ApiRequest, Talk, as_bad_request, as_messages
-from ..jobs.schema import parse_online
+from ..jobs.schema import parse_chat, parse_online, renaming
 from ..jobs.responses import ResponseAsked, ResponseRequest, Roles, fit_roles
-from ..jobs.responses import read_response, as_response_error, roles_of
+from ..jobs.responses import read_response, roles_of
 from ..jobs.settings import B, BadRequest, Body, read
 from .page import trusted
 from ..jobs.pooling import PoolingRequest, parse_pooling
 from ..jobs.runner import name_of
-from ..jobs.tools import ToolFormat, conversation_with, format_of, take_tools, tool_params
+from ..jobs.tools import ToolFormat, conversation_with, format_of, tool_params
 
 # %% auto #0
 __all__ = ['create_app', 'listen', 'url_of', 'Server']
@@ -162,14 +162,6 @@ def parsed_body(body: dict[str, Any], model: type[B]) -> B:
     with as_bad_request(body):
         return read(model, body)
 
-
-def chat_request(body: dict[str, Any]) -> ApiRequest:
-    "The `ApiRequest` of a chat, with its tools. Raises `BadRequest`."
-    tools = take_tools(body)
-    asked = parse_online(body, "chat")
-    asked.tools = tools
-    return asked
-
 # %% ../../nbs/7_serve/49_server.ipynb #4f07a954
 class Api:
     """All endpoints of the model `served`, with those of the Messages API. `limits`: how much may
@@ -186,18 +178,17 @@ class Api:
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any] | None, Callable[..., Any]]]:
         "`(method, path, what reads the body, what answers it or the request)` of all."
-        count = partial(parse_count, parse=chat_request)
         pools = [
             ("POST", path, partial(parse_pooling, kind=kind), self.pool)
             for path, kind in POOLING_URLS.items()
         ]
         return [
-            ("POST", "/v1/chat/completions", chat_request, self.complete),
+            ("POST", "/v1/chat/completions", parse_chat, self.complete),
             ("POST", "/v1/completions", partial(parse_online, kind="text"), self.complete),
             ("POST", "/v1/responses", read_response, self.respond),
             ("POST", "/v1/responses/input_tokens", read_response, self.input_tokens),
-            ("POST", "/v1/messages", partial(parse_messages, parse=chat_request), self.message),
-            ("POST", "/v1/messages/count_tokens", count, self.count_tokens),
+            ("POST", "/v1/messages", parse_messages, self.message),
+            ("POST", "/v1/messages/count_tokens", parse_count, self.count_tokens),
             *pools,
             ("POST", "/tokenize", partial(parsed_body, model=TokenizeBody), self.tokenize),
             ("POST", "/detokenize", partial(parsed_body, model=DetokenizeBody), self.detokenize),
@@ -213,13 +204,14 @@ class Api:
     async def ready(self, asked: ApiRequest) -> None:
         """Check `asked` against the model, and make its roles and tools ready. Raises
         `BadRequest`."""
-        self.served.check(asked.model)
-        self.served.check_length(asked)
-        if isinstance(asked, (MessageRequest, ResponseRequest)):
-            await self._fit(asked)
-        talk = asked.prompts[0]["messages"] if asked.chat else ()
-        if asked.tools or any("tool_calls" in m for m in talk):
-            await self.served.in_queuer(lambda: self._arm(asked))
+        with renaming(asked.names):
+            self.served.check(asked.model)
+            self.served.check_length(asked)
+            if isinstance(asked, (MessageRequest, ResponseRequest)):
+                await self._fit(asked)
+            talk = asked.prompts[0]["messages"] if asked.chat else ()
+            if asked.tools or any("tool_calls" in m for m in talk):
+                await self.served.in_queuer(lambda: self._arm(asked))
 
     async def _fit(self, asked: MessageRequest | ResponseRequest) -> None:
         "Put what the chat template refuses elsewhere, in what runs and in what is kept to be run."
@@ -248,8 +240,7 @@ class Api:
     async def respond(self, wanted: ResponseAsked) -> Response:
         "The endpoint of responses."
         asked, runner = await request_for(wanted, self.responses), self.responses
-        with as_response_error():
-            await self.ready(asked)
+        await self.ready(asked)
         if wanted.own.background and runner:
             return await self._queue(asked, runner)
         return (StreamedResponse if asked.stream else WholeResponse)(self, asked)
@@ -266,8 +257,7 @@ class Api:
     async def input_tokens(self, wanted: ResponseAsked) -> dict[str, Any]:
         "How many tokens the prompt of a response has."
         asked = await request_for(wanted, self.responses)
-        with as_response_error():
-            await self.ready(asked)
+        await self.ready(asked)
         return dict(object="response.input_tokens", input_tokens=await self.prompt_tokens(asked))
 
     async def prompt_tokens(self, asked: ApiRequest) -> int:

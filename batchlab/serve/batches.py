@@ -21,6 +21,7 @@ from ..jobs.formats import Raw
 from ..jobs.job import Job, LocalRun, Run, in_good_order
 from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
 from ..jobs.lines import JobLine, ParamsCache, failure_record, json_object
+from ..jobs.responses import Metadata
 from ..jobs.schema import URLS, as_bad_request, endpoint_of, tokens_used
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, read
@@ -233,6 +234,13 @@ def find(store: BatchStore, kind: str, id: str, column: str = "object") -> dict[
     raise BadRequest(f"no {kind} {id!r:.80}", "not_found", f"{kind}_id")
 
 
+def page_of(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    "The first `limit` of the objects that were `found`, as the API lists them."
+    data, more = found[:limit], len(found) > limit
+    ends = [object["id"] for object in data] or [""]
+    return dict(object="list", data=data, first_id=ends[0], last_id=ends[-1], has_more=more)
+
+
 def page_of_objects(
     store: BatchStore,
     kind: str,
@@ -256,10 +264,7 @@ def page_of_objects(
         purpose or None,
         limit + 1,
     )
-    data = [json.loads(object) for (object,) in found[:limit]]
-    ends = [object["id"] for object in data] or [""]
-    more = len(found) > limit
-    return dict(object="list", data=data, first_id=ends[0], last_id=ends[-1], has_more=more)
+    return page_of([json.loads(object) for (object,) in found], limit)
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2st0004
 def new_id(prefix: str) -> str:
@@ -441,13 +446,7 @@ class NewBatch(Body):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-            Field(max_length=16),
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     output_expires_after: Expiry | None = None
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b2ea6e62-1
@@ -686,9 +685,72 @@ class BatchJob(Job):
         run.names = self.model_names(llm)
         return run
 
+# %% ../../nbs/7_serve/42_batches.ipynb #wrk00001
+class Worker:
+    """A thread beside the one in which `llm` makes its steps, from `start` to `stop`. A subclass
+    finds the next thing to do in `next`, where None is nothing, and does it in `work`."""
+
+    kind = ""  # of what it runs
+    llm: LLM
+
+    def __init__(self) -> None:
+        self.changed, self.stopping = threading.Condition(), False
+        self.thread: threading.Thread | None = None
+
+    def next(self) -> Any:
+        raise NotImplementedError
+
+    def work(self, item: Any) -> None:
+        raise NotImplementedError
+
+    def start(self) -> Self:
+        "Start the engine's thread and this one."
+        self.llm.start()
+        if self.thread is None or not self.thread.is_alive():
+            self.stopping = False
+            how: Any = dict(name=f"batchlab-{self.kind}", daemon=True)
+            self.thread = threading.Thread(target=self._run, **how)
+            self.thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End the thread. What has not ended goes on at the next start. The engine's thread still
+        runs: stop it after this."""
+        self.stopping = True
+        self.wake()
+        if self.thread:
+            self.thread.join()
+        self.thread = None
+
+    def wake(self) -> None:
+        "There is something new in the store, or the end has come."
+        with self.changed:
+            self.changed.notify_all()
+
+    def _run(self) -> None:
+        tries = 0  # since something went wrong
+        while True:
+            try:
+                with self.changed:
+                    if self.stopping:
+                        return
+                    if (item := self.next()) is None:
+                        self.changed.wait()
+                        continue
+                self.work(item)
+                tries = 0
+            except Exception as e:  # no room for the table, or no engine: it can be done again
+                if isinstance(e, EngineError):
+                    waits = "%s: %s wait until the server is started again"
+                    return log.warning(waits, e, self.kind)
+                log.error("%s can not go on, and are tried again: %s", self.kind, e)
+                with self.changed:
+                    self.stopping or self.changed.wait(min(60, 2**tries))
+                tries += 1
+
 # %% ../../nbs/7_serve/42_batches.ipynb #b27b7b30
 @dataclass(eq=False)
-class BatchRunner:
+class BatchRunner(Worker):
     """Runs the batches of `store` through `llm`, whose own thread makes the steps, beside other
     requests; from `start` to `stop`.
 
@@ -697,6 +759,7 @@ class BatchRunner:
     alone. `look_ahead`: lines to choose from. `others`: further names of the model, that lines
     may ask for. `say` is called with a line about the batch that runs, every half minute."""
 
+    kind = "batches"
     store: BatchStore
     llm: LLM
     model_name: str | None = None
@@ -706,29 +769,18 @@ class BatchRunner:
     say: Callable[[str], object] = log.info
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.model_name = self.model_name or name_of(self.llm.model)
-        self.changed, self.stopping = threading.Condition(), False
-        self.thread: threading.Thread | None = None
         self.job: BatchJob | None = None  # that runs now
 
-    def start(self) -> Self:
-        "Start the engine's thread and the runner's."
-        self.llm.start()
-        if self.thread is None or not self.thread.is_alive():
-            self.stopping = False
-            how: Any = dict(name="batchlab-batches", daemon=True)
-            self.thread = threading.Thread(target=run_batches, args=[self], **how)
-            self.thread.start()
-        return self
+    def next(self) -> dict[str, Any] | None:
+        return next_batch(self.store)
 
-    def stop(self) -> None:
-        """End the thread. The next start resumes a batch that is running. The engine's thread still
-        runs: stop it after this."""
-        self.stopping = True
-        self.wake()
-        if self.thread:
-            self.thread.join()
-        self.thread = None
+    def work(self, item: dict[str, Any]) -> None:
+        try:
+            run_batch(self, item)
+        finally:
+            self.job = None
 
     def create(self, body: dict[str, Any]) -> dict[str, Any]:
         "The new batch that `body` asks for, which waits for its turn. Raises `BadRequest`."
@@ -742,10 +794,6 @@ class BatchRunner:
         self.wake()
         return show_batch(self, batch)
 
-    def wake(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
 # %% ../../nbs/7_serve/42_batches.ipynb #b2st0010
 def show_batch(runner: BatchRunner, batch: dict[str, Any]) -> dict[str, Any]:
     "`batch` with the counts of this moment."
@@ -755,30 +803,6 @@ def show_batch(runner: BatchRunner, batch: dict[str, Any]) -> dict[str, Any]:
         return batch
     counts = dict(total=r.total, completed=r.answered, failed=r.failed)
     return batch | dict(request_counts=counts)
-
-
-def run_batches(runner: BatchRunner) -> None:
-    "Run one batch after the other until `runner` is to stop, or has no engine any more."
-    tries = 0  # of this batch, since something went wrong
-    while True:
-        try:
-            with runner.changed:
-                if runner.stopping:
-                    return
-                if (batch := next_batch(runner.store)) is None:
-                    runner.changed.wait()
-                    continue
-            run_batch(runner, batch)
-            tries = 0
-        except Exception as e:  # no room for the table, or no engine: it can be done again
-            if isinstance(e, EngineError):
-                return log.warning("%s: batches wait until the server is started again", e)
-            log.error("a batch can not go on, and is tried again: %s", e)
-            with runner.changed:
-                runner.stopping or runner.changed.wait(min(60, 2**tries))
-            tries += 1
-        finally:
-            runner.job = None
 
 # %% ../../nbs/7_serve/42_batches.ipynb #b22a1011
 def error_list(*errors: dict[str, Any]) -> dict[str, Any]:

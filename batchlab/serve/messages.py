@@ -9,18 +9,17 @@ from __future__ import annotations
 __all__ = ['MessageRequest', 'parse_messages', 'parse_count']
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00004
-import json, re, secrets, time
-from collections.abc import Callable
+import secrets, time
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
 
 from ..errors import ParamError
-from ..jobs.schema import MESSAGE, STATUS, ApiRequest, as_bad_request
+from ..jobs.schema import MESSAGE, STATUS, ApiRequest, Deltas, Items
+from ..jobs.schema import as_bad_request, named_event, parse_chat, renaming
 from ..jobs.settings import BadRequest
 from ..jobs.settings import Body, Whole, read, take
-from ..jobs.tools import ToolParser
 from ..llm.outputs import RequestOutput
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00006
@@ -178,9 +177,9 @@ def chat_content(blocks: list[Any]) -> Any:
     return parts if len(parts) > 1 else parts[0]["text"] if parts else ""
 
 
-def tool_result_of(block: ToolResultBlock, where: str) -> dict[str, Any]:
+def tool_result_of(block: ToolResultBlock) -> dict[str, Any]:
     "The result of a tool as a message of a chat. Raises `ParamError`."
-    content = chat_content(read_blocks(block.content, f"{where}.content", MAY["system"]))
+    content = chat_content(read_blocks(block.content, "tool_result.content", MAY["system"]))
     if block.is_error:
         error = [dict(type="text", text="Error:")]
         content = f"Error: {content}" if isinstance(content, str) else error + content
@@ -196,7 +195,7 @@ def call_of(block: ToolUseBlock) -> dict[str, Any]:
 def turn_messages(turn: Turn) -> list[dict[str, Any]]:
     "The messages of a chat that a turn stands for. Raises `ParamError`."
     role, blocks = turn
-    found = [tool_result_of(b, "tool_result") for b in blocks if b.type == "tool_result"]
+    found = [tool_result_of(b) for b in blocks if b.type == "tool_result"]
     calls = [call_of(b) for b in blocks if b.type == "tool_use"]
     if calls:
         found.append(dict(role=role, content=chat_content(blocks) or None, tool_calls=calls))
@@ -345,57 +344,57 @@ def thinking_wanted(asked: MessagesBody, own: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
-    "See `chat_of_message`."
-    rest = {k: v for k, v in body.items() if k not in NO_EFFECT}
-    refuse_unsupported(rest)
-    own = {k: rest.pop(k) for k in EXTRA_KEYS & rest.keys()}
-    asked = take(MessagesBody, rest)
-    if rest:
-        known = {k: v for k, v in body.items() if k in MessagesBody.model_fields}
-        read(MessagesBody, known | rest)  # which names the first that is unknown
-    form = asked.output_config.format or asked.output_format
-    kwargs = own.get("chat_template_kwargs")
-    found = own | thinking_wanted(asked, kwargs if isinstance(kwargs, dict) else {})
-    found |= {k: getattr(asked, k) for k in "model max_tokens temperature top_p top_k".split()}
-    found |= conversation_of(asked.system, asked.messages)
-    found |= dict(stream=asked.stream, stop=asked.stop_sequences or None)
-    found["tools"] = chat_tools(asked.tools) or None
-    found |= chat_choice_of(asked.tool_choice) if asked.tool_choice else {}
-    if form:
-        found["response_format"] = dict(
-            type="json_schema", json_schema=dict(name="answer", schema=form.schema_)
-        )
-    return {k: v for k, v in found.items() if v is not None}
-
-
 def chat_of_message(body: dict[str, Any]) -> dict[str, Any]:
     """The body of /v1/messages as that of /v1/chat/completions. Raises `BadRequest`, which names
     what is wrong by its place in `body`, and each thing that is not supported."""
     with as_bad_request(body):
-        return _chat_body(body)
+        rest = {k: v for k, v in body.items() if k not in NO_EFFECT}
+        refuse_unsupported(rest)
+        own = {k: rest.pop(k) for k in EXTRA_KEYS & rest.keys()}
+        asked = take(MessagesBody, rest)
+        if rest:
+            known = {k: v for k, v in body.items() if k in MessagesBody.model_fields}
+            read(MessagesBody, known | rest)  # which names the first that is unknown
+        form = asked.output_config.format or asked.output_format
+        kwargs = own.get("chat_template_kwargs")
+        found = own | thinking_wanted(asked, kwargs if isinstance(kwargs, dict) else {})
+        found |= {k: getattr(asked, k) for k in "model max_tokens temperature top_p top_k".split()}
+        found |= conversation_of(asked.system, asked.messages)
+        found |= dict(stream=asked.stream, stop=asked.stop_sequences or None)
+        found["tools"] = chat_tools(asked.tools) or None
+        found |= chat_choice_of(asked.tool_choice) if asked.tool_choice else {}
+        if form:
+            found["response_format"] = dict(
+                type="json_schema", json_schema=dict(name="answer", schema=form.schema_)
+            )
+        return {k: v for k, v in found.items() if v is not None}
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00031
 class MessageRequest(ApiRequest):
     "An `ApiRequest` of this API, whose answer is a message."
 
+    names = dict(
+        stop="stop_sequences",
+        response_format="output_config.format",
+        structured_outputs="output_config.format",
+        parameters="input_schema",
+        function="",
+    )
 
-def parse_messages(
-    body: dict[str, Any], parse: Callable[[dict[str, Any]], ApiRequest]
-) -> MessageRequest:
-    """The request of a body of /v1/messages; `parse`: reads the body of a chat. Raises
-    `BadRequest`."""
-    return MessageRequest(**vars(parse(chat_of_message(body))))
+
+def parse_messages(body: dict[str, Any]) -> MessageRequest:
+    "The request of a body of /v1/messages. Raises `BadRequest`."
+    chat = chat_of_message(body)
+    with renaming(MessageRequest.names):
+        return MessageRequest(**vars(parse_chat(chat)))
 
 
-def parse_count(
-    body: dict[str, Any], parse: Callable[[dict[str, Any]], ApiRequest]
-) -> MessageRequest:
+def parse_count(body: dict[str, Any]) -> MessageRequest:
     "The same of a body of /v1/messages/count_tokens, which says nothing of the answer's length."
-    return parse_messages(dict(max_tokens=1) | body, parse)
+    return parse_messages(dict(max_tokens=1) | body)
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00033
-Event = dict[str, Any]
+PING = named_event("ping")
 
 
 def input_of(arguments: str) -> dict[str, Any]:
@@ -407,62 +406,65 @@ def input_of(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00035
-class MessageBlocks:
-    "The blocks of the answer to `asked`, whose text comes in pieces; `key`: makes the ids of calls."
+GROWS = dict(
+    thought=("thinking_delta", "thinking"),
+    text=("text_delta", "text"),
+    call=("input_json_delta", "partial_json"),
+)  # the type of a delta, and the key of its text
 
-    def __init__(self, asked: MessageRequest, key: str) -> None:
-        self.parser = ToolParser(asked.tool_format, asked.tools, key) if asked.tools else None
-        self.content: list[dict[str, Any]] = []
-        self.open, self.arguments = False, ""
 
-    def add(self, text: str, last: bool, thought: str = "") -> list[Event]:
-        "The events of the next pieces of `thought` and of text, which may be the `last`."
-        deltas = [dict[str, Any](content=text)]
-        if self.parser:
-            deltas = self.parser.feed(text) + (self.parser.close() if last else [])
-        events = self._text(thought, "thinking")
-        for d in deltas:
-            events += self._text(d.get("content") or "", "text")
-            for call in d.get("tool_calls") or ():
-                events += self._call(call)
-        return events + (self._stop() if last else [])
+class MessageParts(Items):
+    """The answer to `asked`, of the model called `model`, as a `message`, and the events of its
+    stream, as bytes. `name`: makes its ids. `since` is called with the answer as it is by now, and
+    writes what is new."""
 
-    def _start(self, block: dict[str, Any]) -> list[Event]:
-        events, index = self._stop(), len(self.content)
-        self.content.append(block)
-        self.open, self.arguments = True, ""
-        return [*events, dict(type="content_block_start", index=index, content_block={**block})]
+    def __init__(self, asked: MessageRequest, name: str, model: str) -> None:
+        super().__init__(Deltas(asked.tools, asked.tool_format, name))
+        self.most, self.content = asked.params.max_tokens, list[dict[str, Any]]()
+        head = dict(id=f"msg_{name}", type="message", role="assistant", model=model)
+        end = dict(stop_reason=None, stop_sequence=None, usage=None)
+        self.message: dict[str, Any] = head | dict(content=self.content) | end
 
-    def _delta(self, **delta: str) -> list[Event]:
-        return [dict(type="content_block_delta", index=len(self.content) - 1, delta=delta)]
+    def since(self, out: RequestOutput) -> bytes:
+        "Events for what the answer got, maybe none."
+        if not self.message["usage"]:
+            self.message["usage"] = usage_of_message(out) | dict(service_tier="standard")
+            self.new += named_event("message_start", message=self.message)
+        return self.take(*self.deltas.since(out.outputs[0]))
 
-    def _stop(self) -> list[Event]:
-        if not self.open:
-            return []
-        if self.content[-1]["type"] == "tool_use":
-            self.content[-1]["input"] = input_of(self.arguments)
-        self.open = False
-        return [dict(type="content_block_stop", index=len(self.content) - 1)]
+    def end(self, out: RequestOutput) -> bytes:
+        "The last events."
+        self.close()
+        called = any(b["type"] == "tool_use" for b in self.content)
+        end, used = stop_of(out, called, self.most), usage_of_message(out)
+        self.new += named_event("message_delta", delta=end, usage=used)
+        self.message |= end | dict(usage=self.message["usage"] | used)
+        return self.take() + named_event("message_stop")
 
-    def _text(self, text: str, kind: str) -> list[Event]:
-        if not text:
-            return []
-        events = list[Event]()
-        if not self.open or self.content[-1]["type"] != kind:
-            signed = dict(signature="") if kind == "thinking" else {}  # which nothing checks here
-            events = self._start({"type": kind, kind: ""} | signed)
-        self.content[-1][kind] += text
-        return events + self._delta(**{"type": f"{kind}_delta", kind: text})
-
-    def _call(self, call: dict[str, Any]) -> list[Event]:
-        events, function = list[Event](), call["function"]
-        if "id" in call:
+    def opened(self, call: dict[str, Any] | None) -> None:
+        block: dict[str, Any] = dict(type="text", text="")
+        if self.kind == "thought":
+            block = dict(type="thinking", thinking="", signature="")  # which nothing checks here
+        elif call:
             id = call["id"].replace("call_", "toolu_")
-            events = self._start(dict(type="tool_use", id=id, name=function["name"], input={}))
-        if not function["arguments"]:
-            return events
-        self.arguments += function["arguments"]
-        return events + self._delta(type="input_json_delta", partial_json=function["arguments"])
+            block = dict(type="tool_use", id=id, name=call["function"]["name"], input={})
+        self.content.append(block)
+        self._about("content_block_start", content_block=block)
+        if len(self.content) == 1:
+            self.new += PING
+
+    def grown(self, text: str) -> None:
+        type, key = GROWS[self.kind]
+        self._about("content_block_delta", delta={"type": type, key: text})
+
+    def closed(self, status: str) -> None:
+        own = dict(input=input_of(self.text)) if self.kind == "call" else {}
+        self.content[-1] |= own or {GROWS[self.kind][1]: self.text}
+        self._about("content_block_stop")
+
+    def _about(self, type: str, **more: Any) -> None:
+        "An event about the last block."
+        self.new += named_event(type, index=len(self.content) - 1, **more)
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00037
 def usage_of_message(out: RequestOutput) -> dict[str, Any]:
@@ -476,14 +478,15 @@ def usage_of_message(out: RequestOutput) -> dict[str, Any]:
     )
 
 
-def stop_of(out: RequestOutput, blocks: MessageBlocks, most: int | None) -> dict[str, Any]:
-    "`stop_reason` and `stop_sequence` of an answer that may have `most` tokens."
+def stop_of(out: RequestOutput, called: bool, most: int | None) -> dict[str, Any]:
+    """`stop_reason` and `stop_sequence` of an answer that may have `most` tokens. `called`: whether
+    it has a call."""
     c = out.outputs[0]
     sequence = None
     if c.finish_reason == "length":
         full = most is not None and len(c.token_ids) < most
         reason = "model_context_window_exceeded" if full else "max_tokens"
-    elif any(b["type"] == "tool_use" for b in blocks.content):
+    elif called:
         reason = "tool_use"
     elif isinstance(c.stop_reason, str):
         reason, sequence = "stop_sequence", c.stop_reason
@@ -492,59 +495,14 @@ def stop_of(out: RequestOutput, blocks: MessageBlocks, most: int | None) -> dict
     return dict(stop_reason=reason, stop_sequence=sequence)
 
 
-def message_head(name: str, model: str) -> dict[str, Any]:
-    "The beginning of a message; `name`: makes its id."
-    return dict(id=f"msg_{name}", type="message", role="assistant", model=model)
-
-
-def message_body(asked: MessageRequest, out: RequestOutput, name: str, model: str) -> Event:
+def message_body(
+    asked: MessageRequest, out: RequestOutput, name: str, model: str
+) -> dict[str, Any]:
     "The whole answer `out` to `asked`, of the model called `model`, as a message."
-    blocks = MessageBlocks(asked, name)
-    blocks.add(out.outputs[0].text, True, out.outputs[0].reasoning or "")
-    usage = usage_of_message(out) | dict(service_tier="standard")
-    end = stop_of(out, blocks, asked.params.max_tokens)
-    return message_head(name, model) | dict(content=blocks.content) | end | dict(usage=usage)
-
-# %% ../../nbs/7_serve/messages.ipynb #msg00040
-_dumps = json.JSONEncoder(separators=(",", ":")).encode
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-
-
-def event_bytes(*events: Event) -> bytes:
-    "`events` as server-sent events."
-    return "".join(f"event: {e['type']}\ndata: {_dumps(e)}\n\n" for e in events).encode()
-
-
-class MessageParts:
-    """The events of one streamed answer, as bytes; for its arguments see `message_body`. `since` is
-    called with the answer as it is by now, and writes what is new."""
-
-    def __init__(self, asked: MessageRequest, name: str, model: str) -> None:
-        self.asked, self.head = asked, message_head(name, model)
-        self.blocks, self.chars, self.thought = MessageBlocks(asked, name), 0, 0
-        self.begun = self.pinged = False
-
-    def since(self, out: RequestOutput) -> bytes:
-        "Events for what the answer got, maybe none."
-        c, sent = out.outputs[0], b""
-        if not self.begun:
-            none = dict(content=[], stop_reason=None, stop_sequence=None)
-            usage = usage_of_message(out) | dict(service_tier="standard")
-            message = self.head | none | dict(usage=usage)
-            sent, self.begun = event_bytes(dict(type="message_start", message=message)), True
-        text, thought = c.text[self.chars :], (c.reasoning or "")[self.thought :]
-        events = self.blocks.add(text, c.finish_reason is not None, thought)
-        self.chars, self.thought = len(c.text), len(c.reasoning or "")
-        if events and not self.pinged:
-            self.pinged = True
-            return sent + event_bytes(events[0]) + PING + event_bytes(*events[1:])
-        return sent + event_bytes(*events)
-
-    def end(self, out: RequestOutput) -> bytes:
-        "The last events."
-        delta = stop_of(out, self.blocks, self.asked.params.max_tokens)
-        last = dict(type="message_delta", delta=delta, usage=usage_of_message(out))
-        return event_bytes(last, dict(type="message_stop"))
+    parts = MessageParts(asked, name, model)
+    parts.since(out)
+    parts.end(out)
+    return parts.message
 
 # %% ../../nbs/7_serve/messages.ipynb #msg00044
 TYPES = {
@@ -556,12 +514,6 @@ TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-API_NAMES = {
-    r"\bstop\b": "stop_sequences",
-    r"\b(response_format|structured_outputs)\b": "output_config.format",
-    r"\.function\.parameters": ".input_schema",
-    r"\.function\.": ".",
-}  # what a chat calls them, and this API
 
 
 def is_messages(path: str) -> bool:
@@ -570,14 +522,11 @@ def is_messages(path: str) -> bool:
 
 
 def message_error(e: BadRequest) -> tuple[int, dict[str, Any]]:
-    """`(status, body)` of the error `e`, as this API has them. What the chat side says of a
-    parameter names it as this API does."""
+    "`(status, body)` of the error `e`, as this API has them."
     status = STATUS.get(e.code, 400)
     status = {408: 504, 503: 529}.get(status, status)
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     said = f"prompt is too long: {e}" if e.code == "context_length_exceeded" else str(e)
-    for name, own in API_NAMES.items() if e.param in ("stop", "response_format", "tools") else ():
-        said = re.sub(name, own, said)
     if len(said) > MESSAGE:
         said = f"{said[:MESSAGE]}…"
     error: dict[str, Any] = dict(type=kind, message=said)

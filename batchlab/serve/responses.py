@@ -5,10 +5,10 @@
 # %% ../../nbs/7_serve/kept.ipynb #3b8ff312
 from __future__ import annotations
 
-import asyncio, json, logging, secrets, sqlite3, threading
+import asyncio, json, logging, secrets, sqlite3
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import EngineError
 from ..jobs.job import Job
@@ -19,7 +19,7 @@ from ..jobs.responses import request_of, response_head, response_of
 from ..jobs.runner import Admitted, LineRunner, ModelNames
 from ..jobs.settings import BadRequest
 from ..llm.outputs import RequestOutput
-from .batches import PRIORITY, BatchStore, LiveLines, disk_error
+from .batches import PRIORITY, BatchStore, LiveLines, Worker, disk_error, page_of
 from .routes import answered, page_asked
 
 from fastapi import APIRouter, Request  # behind routes, which says what is missing
@@ -189,44 +189,36 @@ def ended_response(
 
 # %% ../../nbs/7_serve/kept.ipynb #f69890a8
 @dataclass(eq=False)
-class ResponseRunner:
+class ResponseRunner(Worker):
     """Keeps responses in `store`, and runs those in the background on `llm`, whose own thread makes
     the steps; from `start` to `stop`. `model_name`: what answers call the model; `others`: further
     names for it."""
 
+    kind = "responses"
     store: BatchStore
     llm: LLM
     model_name: str
     others: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.store.db.executescript(RESPONSE_TABLE)
-        self.changed, self.stopping, self.news = threading.Condition(), False, True
-        self.thread: threading.Thread | None = None
+        self.news = True
         self.running: dict[int, str] = {}  # the engine's id of each row that runs
 
-    def start(self) -> Self:
-        "Start the engine's thread and the runner's."
-        self.llm.start()
-        self.stopping = False
-        how: Any = dict(name="batchlab-responses", daemon=True)
-        self.thread = threading.Thread(target=run_responses, args=[self], **how)
-        self.thread.start()
-        return self
+    def next(self) -> bool | None:
+        return self.news or None
 
-    def stop(self) -> None:
-        "End the thread. What has not ended waits for the next start."
-        self.stopping = True
-        self.wake()
-        if self.thread:
-            self.thread.join()
-        self.thread = None
+    def work(self, item: bool) -> None:
+        try:
+            run_waiting(self)
+        except Exception:
+            self.news = True
+            raise
 
     def wake(self) -> None:
-        "There is something new in the table, or the end has come."
-        with self.changed:
-            self.news = True
-            self.changed.notify_all()
+        self.news = True
+        super().wake()
         with self.llm.loop.progress:
             self.llm.loop.progress.notify_all()
 
@@ -369,29 +361,6 @@ def run_waiting(runner: ResponseRunner) -> None:
         runner.running = {}
         lines.abandon()
 
-
-def run_responses(runner: ResponseRunner) -> None:
-    "Run background responses until `runner` is to stop, or has no engine any more."
-    tries = 0  # since something went wrong
-    while True:
-        try:
-            with runner.changed:
-                if runner.stopping:
-                    return
-                if not runner.news:
-                    runner.changed.wait()
-                    continue
-            run_waiting(runner)
-            tries = 0
-        except Exception as e:
-            if isinstance(e, EngineError):
-                return log.warning("%s: responses wait until the server is started again", e)
-            log.error("background responses can not go on, and are tried again: %s", e)
-            with runner.changed:
-                runner.news = True
-                runner.stopping or runner.changed.wait(min(60, 2**tries))
-            tries += 1
-
 # %% ../../nbs/7_serve/kept.ipynb #33301ca0
 def items_page(runner: ResponseRunner, id: str, query: Any) -> dict[str, Any]:
     "The input items of response `id` that `query` asks for, as the API lists them. Raises `BadRequest`."
@@ -405,9 +374,7 @@ def items_page(runner: ResponseRunner, id: str, query: Any) -> dict[str, Any]:
         if after not in ids:
             raise BadRequest(f"after must be the id of an item, got {after!r:.80}", param="after")
         items = items[ids.index(after) + 1 :]
-    data, more = items[: page["limit"]], len(items) > page["limit"]
-    ends = [item["id"] for item in data] or [""]
-    return dict(object="list", data=data, first_id=ends[0], last_id=ends[-1], has_more=more)
+    return page_of(items, page["limit"])
 
 # %% ../../nbs/7_serve/kept.ipynb #36a34b53
 def response_router(runner: ResponseRunner) -> APIRouter:
