@@ -193,9 +193,9 @@ def test_a_stream_gives_the_same_in_parts(template, text):
     assert said(last) == ("ab c", "xyz", "stop")
 
 
-def deltas(data):
+def deltas(data, key="delta"):
     events = [json.loads(line[6:]) for line in data.decode().split("\n\n") if line[6:7] == "{"]
-    return [c["delta"] for e in events for c in e["choices"]]
+    return [c[key] for e in events for c in e["choices"]]
 
 
 def test_answers_and_parts_of_the_api_have_thoughts():
@@ -216,6 +216,8 @@ def test_answers_and_parts_of_the_api_have_thoughts():
     for key, want in (("content", "xyz"), *thought.items()):
         assert "".join(d.get(key) or "" for d in found) == want
     assert all(len(d.keys() & {"content", "reasoning"}) == 1 for d in found[1:] if d)
+    at_once = Parts("text", "a", "m").since(outs[-1].outputs)  # a thought's end and what follows
+    assert deltas(at_once, "text") == ["xyz"]
 
 
 GOES_ON = dict(add_generation_prompt=False, continue_final_message=True)
