@@ -243,12 +243,18 @@ def kept_model(folder, model=None):
 
 
 def ended_by(sig, command, folder, out, size=0):
-    "The status of `command` in `folder`, to which `sig` was sent when file `out` was larger than `size`, and what it wrote on standard error."
-    p = subprocess.Popen(command, cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True)
-    until(lambda: p.poll() is not None or out.exists() and out.stat().st_size > size)
-    p.send_signal(sig)
-    _, err = p.communicate(timeout=60)
-    return p.returncode, err
+    "The process of `command` in `folder`, to which `sig` was sent when file `out` was larger than `size`."
+    import psutil
+    from warm import warm
+
+    with ThreadPoolExecutor(1) as threads:
+        p = threads.submit(warm, command, folder, ENV)
+        until(lambda: p.done() or out.exists() and out.stat().st_size > size)
+        ours = psutil.Process().children()
+        started = [child for server in ours for child in server.children()] or ours
+        if not p.done():
+            max(started, key=lambda child: child.create_time()).send_signal(sig)
+        return p.result(60)
 
 
 @contextlib.contextmanager
@@ -267,3 +273,11 @@ def ctrl_c(llm, steps=0):
             yield
     finally:
         del llm.loop.step
+
+
+def scripted(code, folder):
+    "A finished process that ran Python code in `folder`, with the imports of the command done before."
+    from warm import warm
+
+    (folder / "script.py").write_text(code, encoding="utf-8")
+    return warm([sys.executable, "-m", "script"], folder, ENV)

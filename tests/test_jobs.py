@@ -1,6 +1,6 @@
 "Jobs killed, starved, fed with rubbish and run twice: every line has one record, and every good line its answer."
 
-import functools, gzip, json, os, random, shlex, signal, subprocess, sys
+import functools, gzip, json, os, random, signal, subprocess, sys, threading
 from collections import Counter
 from pathlib import Path
 
@@ -24,13 +24,11 @@ from helpers import (
 from warm import warm
 from hypothesis import example, given, strategies as st
 
-from batchlab.api import LLM
-from batchlab.errors import JobError
+from batchlab import LLM, JobError, SamplingParams
 from batchlab.jobs.job import Job, Run
 from batchlab.jobs.journal import drop_side, journal_of, settings_file
 from batchlab.jobs.lines import parse_line
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.params import SamplingParams
 
 CMD = [sys.executable, "-m", "batchlab.cli", "run"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -104,10 +102,10 @@ def test_killed_at_random_moments(folder, tmp_path, job):
 def test_interrupted(folder, tmp_path, sig, job):
     job([ask(i, max_tokens=30, ignore_eos=True) for i in range(2000)])
     out = tmp_path / "out.jsonl"
-    status, err = ended_by(sig, command(folder, "-o", "out.jsonl"), tmp_path, out)
+    p = ended_by(sig, command(folder, "-o", "out.jsonl"), tmp_path, out)
     done = len(texts(out))
-    assert status == 130 and 0 < done < 2000, err
-    [said] = said_by_itself(err)
+    assert p.returncode == 130 and 0 < done < 2000, p.stderr
+    [said] = said_by_itself(p.stderr)
     assert f" {done} of 2000 requests done" in said
     assert job(force=True, limit=done + 5).run(llm()).done >= done
 
@@ -316,12 +314,10 @@ def test_a_hosted_file_runs_unchanged(tmp_path, job):
     ]
     shared = dict(model="gpt-4o-mini", messages=talk)
     usual = dict(stream=False, user="u", response_format=dict(type="text"), tools=None)
+    known = dict(max_tokens=6, temperature=0, logprobs=True, top_logprobs=3)
     bodies = (
         ("chat/completions", shared | dict(max_completion_tokens=9, n=2, seed=1)),
-        (
-            "chat/completions",
-            shared | usual | dict(max_tokens=6, temperature=0, logprobs=True, top_logprobs=3),
-        ),
+        ("chat/completions", shared | usual | known),
         ("completions", dict(model="m", prompt=["Hi"], logprobs=2, seed=3)),
         ("moderations", dict(model="m", input="x")),
     )
@@ -339,20 +335,18 @@ def test_a_hosted_file_runs_unchanged(tmp_path, job):
     for r in found:
         assert set(r) == {"id", "custom_id", "response", "error"} and r["error"] is None
         assert set(r["response"]) == {"status_code", "request_id", "body"}
-        assert r["response"]["status_code"] == 200
         body = r["response"]["body"]
         assert {"id", "object", "created", "model", "choices", "usage"} == set(body)
-        u = body["usage"]
-        assert u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"]
-        assert body["model"] == "tiny"
+        assert (r["response"]["status_code"], body["model"]) == (200, "tiny")
         assert {c["finish_reason"] for c in body["choices"]} <= {"stop", "length"}
     one, two, three = (r["response"]["body"] for r in found)
     assert [c["index"] for c in one["choices"]] == [0, 1]
     tokens = two["choices"][0]["logprobs"]["content"]
     assert len(tokens) == two["usage"]["completion_tokens"]
     assert all(len(t["top_logprobs"]) == 3 for t in tokens)
-    logprobs = three["choices"][0]["logprobs"]
-    assert three["object"] == "text_completion" and three["usage"]["completion_tokens"] <= 16
+    logprobs, used = three["choices"][0]["logprobs"], three["usage"]
+    assert three["object"] == "text_completion" and used["completion_tokens"] <= 16
+    assert used["total_tokens"] == used["prompt_tokens"] + used["completion_tokens"]
     assert len({len(logprobs[k]) for k in ("tokens", "token_logprobs", "text_offset")}) == 1
     [bad] = read_lines(tmp_path / "err.jsonl")
     assert (bad["custom_id"], bad["response"]["status_code"]) == ("request-4", 400)
@@ -524,32 +518,37 @@ def test_pipes(folder, tmp_path, job):
     calm = job([ask(i) for i in range(40)], output="calm.jsonl")
     assert calm.run(LLM(folder, dtype="fp32")).answered == 40
     data, want = (tmp_path / "in.jsonl").read_text(encoding="utf-8"), texts(tmp_path / "calm.jsonl")
-    args = [*CMD, "-i", "-", "--model", folder, "--dtype", "fp32", "-o"]
-    how = dict(cwd=tmp_path, env=ENV, timeout=120)
-    run = lambda *a, input=data: warm([*args, *a], input=input, **how)
-    p = run("-", "--trace", "trace.json")
+
+    def run(source, *args, input=data, **how):
+        words = ["-i", source, "--model", folder, "--dtype", "fp32", "-o", *args]
+        return warm([*CMD, *words], tmp_path, ENV, input=input, **how)
+
+    p = run("-", "-", "--trace", "trace.json")
     (tmp_path / "piped.jsonl").write_text(p.stdout, encoding="utf-8")
     assert p.returncode == 0 and texts(tmp_path / "piped.jsonl") == want, p.stderr
     assert "can not go on" in p.stderr and not [*tmp_path.glob("-*")]
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert trace["totals"]["requests"] == dict(Counter(f for _, f in want.values()))
-    assert run("kept.jsonl", "--limit", "15").returncode == 0
+    assert run("-", "kept.jsonl", "--limit", "15").returncode == 0
     assert len(read_lines(tmp_path / "kept.jsonl")) == 15
-    assert "15 of them before" in run("kept.jsonl").stderr  # the same input again: it goes on
+    # the same input again: it goes on
+    assert "15 of them before" in run("-", "kept.jsonl").stderr
     assert texts(tmp_path / "kept.jsonl") == want
-    os.mkfifo(tmp_path / "fifo")
-    shell = lambda line: subprocess.run(line, shell=True, capture_output=True, **how)
+    os.mkfifo(fifo := tmp_path / "fifo")
+    threading.Thread(target=lambda: fifo.write_text(data)).start()
     for pipe in ("/dev/stdin", "fifo"):  # read whole first: a job reads its input twice
-        whole = shlex.join([*args, "named.jsonl"]).replace("-i -", f"-i {pipe}")
-        p = shell(("cat in.jsonl > fifo & " if pipe == "fifo" else "cat in.jsonl | ") + whole)
+        p = run(pipe, "named.jsonl")
         assert p.returncode == 0 and texts(tmp_path / "named.jsonl") == want, p.stderr
         (tmp_path / "named.jsonl").unlink()
     with pytest.raises(JobError, match="is no file"):
         job(input="fifo").check()
-    p = run("none.jsonl", input="")
+    p = run("-", "none.jsonl", input="")
     assert p.returncode == 2 and "standard input is empty" in p.stderr
-    head = shell(f"{shlex.join(args)} - < in.jsonl | head -n 1")
-    assert len(head.stdout.splitlines()) == 1 and b"Traceback" not in head.stderr
+    r, w = os.pipe()
+    head = os.fdopen(r)
+    threading.Thread(target=lambda: (head.readline(), head.close())).start()
+    p = run("-", "-", stdout=w)
+    assert head.closed and p.returncode == 1 and "Traceback" not in p.stderr
 
 
 def test_plan_counts_what_runs(tmp_path, job):
@@ -565,20 +564,6 @@ def test_plan_counts_what_runs(tmp_path, job):
     assert 29 * 32 <= plan.shared_tokens < plan.prompt_tokens
     assert plan.seconds > 0 and plan.memory.slots == 4
     assert "that of line 2 already" in str(plan)
-
-
-def test_commands(tmp_path, capsys, monkeypatch):
-    from batchlab.cli import main
-
-    monkeypatch.chdir(tmp_path)
-    write_lines("in.jsonl", [ask(i) for i in range(5)] + [ask(7, max_tokens="x")])
-    assert main(["run", "-i", "in.jsonl", "--dry-run"]) == 1
-    assert "line 6: max_tokens must be" in capsys.readouterr().out
-    assert main(["plan", "-i", "in.jsonl", "--no-calibration"], llm=llm()) == 1
-    assert "in 4 slots" in capsys.readouterr().out
-    args = ["run", "-i", "in.jsonl", "-o", "out.jsonl", "--error-file", "err.jsonl"]
-    assert main(args, llm=llm()) == 1
-    assert "6 of 6 requests done, 1 failed" in capsys.readouterr().err
 
 
 def plain(keys):
