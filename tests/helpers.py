@@ -1,6 +1,6 @@
 "What several files of tests share."
 
-import contextlib, json, os, runpy, subprocess, sys, threading, time
+import contextlib, csv, gzip, itertools, json, os, runpy, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,3 +188,121 @@ def raising(error):
         raise error
 
     return fail
+
+
+# Files of requests and of answers, and the commands that read them
+
+ENV = os.environ | dict(
+    OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONUTF8="0", LC_ALL="C.UTF-8"
+)  # of a command
+posix = pytest.mark.skipif(os.name != "posix", reason="signals, limits and devices of POSIX")
+
+
+def examples(n):
+    "For hypothesis: `n` cases, the same each time, each of which may take its time."
+    from hypothesis import HealthCheck, settings
+
+    how = dict(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    return settings(max_examples=n, **how)
+
+
+def line(i, url, **body):
+    "A line of the Batch API, greedy."
+    return dict(custom_id=f"r{i}", method="POST", url=url, body=dict(temperature=0) | body)
+
+
+def ask(i, **body):
+    "A line for a few tokens after a prompt."
+    own = dict(prompt=f"tell me {i} " + "more " * (i % 6), max_tokens=1 + i % 5)
+    return line(i, "/v1/completions", **own | body)
+
+
+def chat(i, **body):
+    "A line for a few tokens in a conversation."
+    said = dict(system="Be brief." * (i % 2), user=f"What is {i}?")
+    talk = [dict(role=role, content=text) for role, text in said.items()]
+    return line(i, "/v1/chat/completions", **dict(messages=talk, max_tokens=2 + i % 4) | body)
+
+
+def write_lines(path, lines):
+    "A file of JSON, a line each; a text is a line as it stands."
+    lines = [s if isinstance(s, str) else json.dumps(s) for s in lines]
+    Path(path).write_text("".join(f"{s}\n" for s in lines), encoding="utf-8", newline="")
+
+
+def read_lines(path):
+    return [json.loads(s) for s in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def by_line(records):
+    "Records of the Batch API by the line that they answer, each once, without what a clock or a cache puts in."
+    found = {}
+    for r in records:
+        number, body = int(r["id"].split("_")[2]), (r["response"] or {}).get("body") or {}
+        body.pop("created", None)
+        body.get("usage", {}).pop("prompt_tokens_details", None)
+        assert found.setdefault(number, r) is r, f"line {number} twice"
+    return found
+
+
+def read_table(path):
+    "The rows of a file of answers of any kind, as dicts; those of CSV are all text."
+    if (name := str(path)).endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        return pq.read_table(path).to_pylist()
+    opened = gzip.open if name.endswith(".gz") else open
+    with opened(path, "rt", newline="", encoding="utf-8") as f:
+        if ".jsonl" in name:
+            return [*map(json.loads, f)]
+        return [*csv.DictReader(f, delimiter="\t" if ".tsv" in name else ",")]
+
+
+def kept_model(folder, model=None):
+    "A model, a tiny llama if none is given, and the tiny tokenizer in `folder`: its path."
+    from batchlab.models import tiny_model, tiny_tokenizer
+
+    (model or tiny_model("llama")).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def ended_by(sig, command, folder, out, size=0):
+    "The process of `command` in `folder`, to which `sig` was sent when file `out` was larger than `size`."
+    import psutil
+    from warm import warm
+
+    with ThreadPoolExecutor(1) as threads:
+        p = threads.submit(warm, command, folder, ENV)
+        until(lambda: p.done() or out.exists() and out.stat().st_size > size)
+        ours = psutil.Process().children()
+        started = [child for server in ours for child in server.children()] or ours
+        if not p.done():
+            max(started, key=lambda child: child.create_time()).send_signal(sig)
+        return p.result(60)
+
+
+@contextlib.contextmanager
+def ctrl_c(llm, steps=0):
+    "Within, a job that runs on `llm` ends by Ctrl-C after that many steps."
+    step, count = llm.loop.step, itertools.count()
+
+    def once():
+        if next(count) == steps:
+            raise KeyboardInterrupt
+        return step()
+
+    llm.loop.step = once
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        del llm.loop.step
+
+
+def scripted(code, folder):
+    "A finished process that ran Python code in `folder`, with the imports of the command done before."
+    from warm import warm
+
+    (folder / "script.py").write_text(code, encoding="utf-8")
+    return warm([sys.executable, "-m", "script"], folder, ENV)

@@ -2,28 +2,38 @@
 
 As a script it kills a server as often as it is told: python tests/test_batches.py 30, or with --online the command while clients talk to it"""
 
-import errno, functools, json, math, os, random, re, signal, socket, sqlite3, subprocess, sys, threading, time
-from contextlib import contextmanager
+import contextlib, errno, functools, json, math, os, random, re, signal, socket, sqlite3, subprocess, sys, threading, time
 from pathlib import Path
 
 import pytest
 
-from batchlab.errors import JobError
-from batchlab.jobs import job
-from batchlab import LLM
+from batchlab import LLM, JobError, SamplingParams
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pacing import Pace
 from batchlab.core import scheduler
-from batchlab.core.params import SamplingParams
 from batchlab.core.request import Request, RowOutput
 from batchlab.core.scheduler import Scheduler
 from batchlab.llm.rectangle import PaddedScheduler
-from helpers import ROOT, step_of, until
+from helpers import (
+    ENV,
+    ROOT,
+    ask,
+    by_line,
+    chat,
+    kept_model,
+    line,
+    posix,
+    step_of,
+    texts,
+    until,
+)
 from invariants import check_invariants
 from batchlab.view.tracefile import trace_of
 from batchlab.serve import batches
-from batchlab.serve.batches import ENDED_STATES, BatchRunner, BatchStore
 from batchlab.serve.batches import (
+    ENDED_STATES,
+    BatchRunner,
+    BatchStore,
     create_file,
     get_batch,
     next_batch,
@@ -42,7 +52,6 @@ sys.path.append(str(ROOT / "nbs"))
 from simulate import beside_a_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -56,26 +65,12 @@ def llm():
     return model(num_hidden_layers=1)
 
 
-def line(i, url, **body):
-    return dict(custom_id=f"r{i}", method="POST", url=url, body=dict(temperature=0) | body)
-
-
-def ask(i, **body):
-    own = dict(prompt=f"tell me {i} " + "more " * (i % 6), max_tokens=1 + i % 5)
-    return line(i, URL, **own | body)
-
-
 def asks(n):
     return [ask(i) for i in range(n)]
 
 
 def long(n=300):
     return [ask(i, max_tokens=60, ignore_eos=True) for i in range(n)]
-
-
-def chat(i):
-    talk = [dict(role="user", content=f"What is {i}?")]
-    return line(i, CHAT, model="tiny", messages=talk, max_tokens=2 + i % 4)
 
 
 def jsonl(lines):
@@ -100,8 +95,8 @@ def alone(lines):
     asked = {d["custom_id"]: key(d["body"]) for d in lines}
     if new := [*{*asked.values()} - ALONE.keys()]:
         how = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=on) for _, n, on in new]
-        outs = llm().generate([prompt for prompt, *_ in new], how, use_tqdm=False)
-        ALONE.update(zip(new, [o.outputs[0].text for o in outs]))
+        outs = llm().generate([prompt for prompt, *_ in new], how)
+        ALONE.update(zip(new, texts(outs)))
     return {id: ALONE[key] for id, key in asked.items()}
 
 
@@ -185,7 +180,7 @@ class Server:
         self.store.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(folder, llm=None, **more):
     server = Server(folder, llm or globals()["llm"](), **more)
     try:
@@ -255,14 +250,11 @@ def test_with_the_openai_client(server, tmp_path):
     assert batch.usage.input_tokens == sum(u["prompt_tokens"] for u in used)
     assert batch.usage.output_tokens == sum(u["completion_tokens"] for u in used)
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
-    assert [b.id for b in c.batches.list()] == [batch.id]
     assert {f.purpose for f in c.files.list()} == {"batch", "batch_output"}
     assert [f.id for f in c.files.list(purpose="batch")] == [file.id]
     assert c.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         c.files.retrieve(file.id)
-    with pytest.raises(openai.NotFoundError):
-        c.batches.retrieve("batch_1")
     with pytest.raises(openai.ConflictError):
         c.batches.cancel(batch.id)
 
@@ -281,18 +273,9 @@ def test_objects_are_what_the_api_publishes(server):
         assert made["expires_at"] - made["created_at"] == 7200
         assert made["bytes"] == len(get(f"/files/{done[k]}/content").content)
     valid(get("/batches").json(), "ListBatchesResponse")
-    valid(get("/files").json(), "ListFilesResponse")
-    valid(get("/files", purpose="none").json(), "ListFilesResponse")
-    valid(get("/files/file-1").json(), "ErrorResponse")
+    for q in ({}, dict(purpose="none")):
+        valid(get("/files", **q).json(), "ListFilesResponse")
     valid(server.http.delete(f"/files/{file['id']}").json(), "DeleteFileResponse")
-
-
-def test_chat_lines_and_lines_for_another_endpoint(server):
-    others = [ask(5), dict(ask(6), url=CHAT), "no JSON"]
-    done = server.run([chat(i) for i in range(5)] + others, endpoint=CHAT)
-    assert sorted(server.texts(done)) == [f"r{i}" for i in range(5)]
-    codes = {None: "invalid_request", "r5": "invalid_url", "r6": "invalid_request"}
-    assert server.errors(done) == codes
 
 
 def test_responses(server):
@@ -311,26 +294,33 @@ def test_responses(server):
         assert done["usage"][k] == sum(u[k] for u in used) > 0
 
 
-def test_a_wrong_url_is_named_before_what_comes_of_it(server):
-    "A body of the batch's endpoint, under the url of the other one."
-    done = server.run([ask(0), dict(ask(1), url=CHAT), dict(ask(2), url="/v1/x")])
-    assert server.errors(done) == dict(r1="invalid_url", r2="invalid_url")
+BAD, NO_URL = "invalid_request", "invalid_url"
+ODD_LINES = [ask(2, temperature=-1), dict(ask(3), method="GET"), "", ask(4, prompt="long " * 3000)]
 
 
-def test_bad_lines_fail_alone(server):
-    odd = [ask(2, temperature=-1), dict(ask(3), method="GET"), "", ask(4, prompt="long " * 3000)]
-    done = server.run([ask(0), "no JSON", ask(1), ask(1), *odd, ask(5)])
-    assert done["status"] == "completed"
-    assert done["request_counts"] == dict(total=8, completed=3, failed=5)
-    assert server.texts(done) == alone([ask(0), ask(1), ask(5)])
-    failed = server.records(done["error_file_id"])
-    assert {int(r["id"].split("_")[2]): r["error"]["code"] for r in failed} == {
-        2: "invalid_request",
-        4: "duplicate_custom_id",
-        5: "invalid_request",
-        6: "invalid_request",
-        8: "context_length_exceeded",
-    }
+@pytest.mark.parametrize(
+    "endpoint, lines, codes",
+    [
+        (
+            URL,
+            [ask(0), "no JSON", ask(1), ask(1), *ODD_LINES, ask(5)],
+            {2: BAD, 4: "duplicate_custom_id", 5: BAD, 6: BAD, 8: "context_length_exceeded"},
+        ),
+        # a body of the batch's endpoint under the url of the other one: the url is named
+        (URL, [ask(0), dict(ask(1), url=CHAT), dict(ask(2), url="/v1/x")], {2: NO_URL, 3: NO_URL}),
+        (CHAT, [chat(1), ask(5), dict(ask(6), url=CHAT), "no JSON"], {2: NO_URL, 3: BAD, 4: BAD}),
+    ],
+)
+def test_bad_lines_fail_alone(server, endpoint, lines, codes):
+    done = server.run(lines, endpoint=endpoint)
+    good = [d for n, d in enumerate(lines, 1) if d and n not in codes]
+    counts = dict(total=len(good) + len(codes), completed=len(good), failed=len(codes))
+    assert (done["status"], done["request_counts"]) == ("completed", counts)
+    failed = by_line(server.records(done["error_file_id"]))
+    assert {n: r["error"]["code"] for n, r in failed.items()} == codes
+    texts = server.texts(done)
+    assert texts.keys() == {d["custom_id"] for d in good}
+    assert endpoint == CHAT or texts == alone(good)
 
 
 MODELS = [ask(i, model=m) for i, m in enumerate(["tiny", "gpt-4o-mini", "also-tiny", ""])]
@@ -355,16 +345,13 @@ def errors_by_line(batch):
 def test_fail_whole(tmp_path):
     with serving(tmp_path, fail_whole=True) as server:
         done = server.run([ask(0), "no JSON", ask(1), ask(1), ask(2, temperature=-1)])
-        bad, twice = "invalid_request", "duplicate_custom_id"
-        assert errors_by_line(valid(done, "Batch")) == [(2, bad), (4, twice), (5, bad)]
+        twice = "duplicate_custom_id"
+        assert errors_by_line(valid(done, "Batch")) == [(2, BAD), (4, twice), (5, BAD)]
         assert server.client.batches.retrieve(done["id"]).errors.data[1].code == twice
         missing = [(n, "model_not_found") for n in (2, 3, 4)]
         assert errors_by_line(server.run(MODELS)) == missing
+        assert errors_by_line(server.run(["", " "])) == [(None, "empty_file")]
         assert server.run(asks(2))["status"] == "completed"
-
-
-def test_a_file_without_requests(server):
-    assert errors_by_line(server.run(["", " "])) == [(None, "empty_file")]
 
 
 def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch):
@@ -392,8 +379,10 @@ def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch)
     store.close()
 
 
-def test_cancel_while_it_runs(server):
+def test_cancel_while_it_runs_and_before_its_turn(server):
     server.begun(id := server.submit(lines := long()))
+    waits = server.submit(long())
+    assert server.runner.cancel(waits)["status"] == "cancelled"
     assert server.http.post(f"/batches/{id}/cancel").json()["status"] == "cancelling"
     done, texts = server.wait(id), server.texts(server.show(id))
     counts = done["request_counts"]
@@ -401,13 +390,6 @@ def test_cancel_while_it_runs(server):
     assert len(texts) == counts["completed"] and are_right(texts, lines)
     assert not [k for k in llm().loop.groups if k.startswith("batch_req")]  # none is in the engine
     assert server.client.batches.cancel(id).status == "cancelled"
-
-
-def test_cancel_before_its_turn(server):
-    first, second = server.submit(long()), server.submit(long())
-    assert server.runner.cancel(second)["status"] == "cancelled"
-    server.runner.cancel(first)
-    assert server.wait(first)["status"] == "cancelled"
     assert server.run(asks(1))["status"] == "completed"
 
 
@@ -461,27 +443,19 @@ def test_a_file_ends_and_one_in_use_stays(tmp_path):
 
 def people(own, n=4, tokens=10):
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    outs = own.generate([f"hello {i}" for i in range(n)], params, use_tqdm=False)
-    return [o.outputs[0].text for o in outs]
+    outs = own.generate([f"hello {i}" for i in range(n)], params)
+    return texts(outs)
 
 
-def test_online_requests_go_first(server):
-    expected, lines = people(model(num_hidden_layers=1)), long(200)
-    id = server.submit(lines)
+def test_online_requests_go_first_and_lines_that_made_way_lose_nothing(server):
+    expected, lines = people(model(num_hidden_layers=1)), long(16)
+    before, id = llm().stats().preemptions, server.submit(lines)
     until(lambda: llm().stats().running == 4)
     with llm().trace(text=False) as trace:
         assert people(llm()) == expected
     full = [s for s in trace_of(trace).steps if s["preempted"]]
     for k in ("preempted", "admitted"):  # a line may have ended just then
         assert sum(len(s[k]) for s in full) >= 3
-    server.runner.cancel(id)
-    assert are_right(server.texts(server.wait(id)), lines)
-
-
-def test_lines_that_made_way_lose_nothing(server):
-    id = server.submit(lines := long(16))
-    until(lambda: llm().stats().running == 4)
-    before = llm().stats().preemptions
     while server.show(id)["status"] not in ENDED_STATES:
         people(llm(), 3, 3)
     assert server.texts(server.wait(id)) == alone(lines)
@@ -553,14 +527,10 @@ HALF = b'{"input_file_id": "\\ud800", "endpoint": "/v1/completions", "completion
 BODIES = [b"", b"{", b"[]", b"\xff", b"[" * 100_000, HALF, b'{"a": NaN}']
 
 
-@pytest.mark.parametrize("body", BODIES, ids=[b[:9] for b in BODIES])
-def test_a_body_that_is_none(module_server, body):
-    refused(module_server, 400, module_server.http.post("/batches", content=body))
-
-
 LIMITS = [("limit", "0"), ("limit", "x"), ("limit", "9" * 5000), ("after", "x")]
 PATHS = [
     (404, "POST", "/batches", dict(json=wish("file-1"))),
+    *((400, "POST", "/batches", dict(content=body)) for body in BODIES),
     (413, "POST", "/batches", dict(content=b" " * 2**21)),
     (404, "POST", "/batches/x/cancel", {}),
     (404, "GET", "/batches/x", {}),
@@ -639,12 +609,6 @@ def test_two_servers_on_one_folder(server, tmp_path):
     words = [sys.executable, "-c", code, tmp_path / "data"]
     p = subprocess.run(words, capture_output=True, text=True)
     assert "JobError: another server" in p.stderr
-
-
-def test_no_folder_can_be_there(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(JobError):
-        BatchStore(tmp_path / "file")
 
 
 def full_disk(*_):
@@ -742,24 +706,25 @@ def tree(folder):
 
 
 @pytest.mark.parametrize(
-    "names",
+    "names, words",
     [
-        ["thesis.docx"],
-        ["files/thesis.docx"],
-        ["files/photos/2025/a.jpg", "notes.txt"],
-        ["files/file-1.jsonl"],
-        ["lock"],
-        ["lost/x", "a", "b", "c", "d"],
+        (["thesis.docx"], "in use"),
+        (["files/thesis.docx"], "in use"),
+        (["files/photos/2025/a.jpg", "notes.txt"], "in use"),
+        (["files/file-1.jsonl"], "in use"),
+        (["lock"], "in use"),
+        (["lost/x", "a", "b", "c", "d"], "in use"),
+        ([""], "data"),
     ],
 )
-def test_a_folder_of_others_is_refused_and_stays(tmp_path, names):
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("years of work")
+def test_a_folder_of_others_is_refused_and_stays(tmp_path, names, words):
+    for path in [tmp_path / "data" / name for name in names]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("years of work")
     before = tree(tmp_path)
-    with pytest.raises(JobError, match="in use") as e:
-        BatchStore(tmp_path)
-    assert tree(tmp_path) == before and "\n" not in str(e.value)
+    with pytest.raises(JobError, match=words) as e:
+        BatchStore(tmp_path / "data")
+    assert "\n" not in str(e.value) and tree(tmp_path) == before
 
 
 def test_the_table_of_another_program_is_refused(tmp_path):
@@ -912,15 +877,6 @@ def test_a_record_is_one_line_for_every_reader(server):
         for lines in (content.text.splitlines(), content.iter_lines()):
             assert [json.loads(s)["custom_id"] for s in lines] == [id]
         assert "\u00e9\U0001f99c" in content.text
-
-
-def test_the_log_says_how_a_batch_gets_on(tmp_path, monkeypatch):
-    "A line for each time that its progress is looked at, which is every half minute."
-    monkeypatch.setattr(job, "Progress", functools.partial(job.Progress, every=0))
-    said = []
-    with serving(tmp_path / "data", say=said.append) as server:
-        id = server.run([ask(i) for i in range(5)])["id"]
-    assert re.match(rf"{id}: [0-5] of 5 done, 0 failed, ", said[0])
 
 
 def drawn_scheduler(rng, seats):
@@ -1076,33 +1032,20 @@ def test_prompts_one_after_the_other_do_not_stop_the_lines():
 
 
 @pytest.mark.parametrize(
-    "slots, memory, clients, prompt, line, least",
+    "slots, clients, prompt, more",
     [
-        (
-            64,
-            None,
-            6,
-            2000,
-            (40, 30),
-            0.095,
-        ),  # slots and memory are free: long prompts take the steps
-        (16, 5440, 6, 2000, (40, 30), 0.095),  # no memory is
-        (64, None, 90, 60, (40, 30), 0.095),  # no slot is
-        (8, None, 20, 60, (40, 30), 0.095),
-        (1, None, 3, 60, (40, 30), 0.095),
-        (16, 5440, 6, 2000, (4000, 30), 0.095),  # a line takes most of the memory
-        (
-            16,
-            None,
-            20,
-            2000,
-            (40, 30),
-            0.055,
-        ),  # long prompts in all slots: four of these are theirs
+        (64, 6, 2000, {}),  # slots and memory are free: long prompts take the steps
+        (16, 6, 2000, dict(memory=5440)),  # no memory is
+        (64, 90, 60, {}),  # no slot is
+        (8, 20, 60, {}),
+        (1, 3, 60, {}),
+        (16, 6, 2000, dict(memory=5440, line=(4000, 30))),  # a line takes most of the memory
+        (16, 20, 2000, dict(least=0.055)),  # long prompts in all slots: four of these are theirs
     ],
 )
-def test_lines_have_a_tenth_of_the_time_whatever_comes(slots, memory, clients, prompt, line, least):
+def test_lines_have_a_tenth_of_the_time_whatever_comes(slots, clients, prompt, more):
     "Online requests that keep coming lose no more than that, and without the floor the lines stand nearly still."
+    memory, line, least = (dict(memory=None, line=(40, 30), least=0.095) | more).values()
     without, beside = (
         beside_a_batch(Scheduler(slots, 512, memory), Pace(floor=floor), clients, prompt, line, 120)
         for floor in (0, 0.1)
@@ -1138,9 +1081,6 @@ def mixed(longer=1):
     return [*good, "no JSON", ask(5)]
 
 
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
 def serve(folder, longer):
     "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
     store = BatchStore(folder)
@@ -1159,12 +1099,12 @@ def template():
     import batchlab.cli, batchlab.serve.app
 
     model()
-    for line in sys.stdin:
+    for asked in sys.stdin:
         if not (pid := os.fork()):
             print(os.getpid(), flush=True)
-            if line[0] == "[":
-                os._exit(batchlab.cli.main(json.loads(line)))
-            serve(Path(line.strip()), int(sys.argv[2]))
+            if asked[0] == "[":
+                os._exit(batchlab.cli.main(json.loads(asked)))
+            serve(Path(asked.strip()), int(sys.argv[2]))
             os._exit(0)
         print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
@@ -1253,17 +1193,6 @@ def kill_often(servers, folder, times, seed=3):
     return inside
 
 
-def of_line(records):
-    "What each record says, by line, without what a clock or a cache puts in."
-    found = {}
-    for r in records:
-        body = (r["response"] or {}).get("body") or {}
-        used = {k: v for k, v in body.get("usage", {}).items() if k != "prompt_tokens_details"}
-        what = (r["custom_id"], body.get("choices"), used, r["error"])
-        assert found.setdefault(int(r["id"].split("_")[2]), what) is what, f"{r['id']} twice"
-    return found
-
-
 def check_killed(folder, times, seed):
     with Forks() as forks:
         for path, n in [(calm := folder / "calm", 0), (killed := folder / f"killed-{seed}", times)]:
@@ -1273,7 +1202,7 @@ def check_killed(folder, times, seed):
 
 
 def check_equal(calm, killed):
-    assert of_line(killed[1]) == of_line(calm[1]) and len(killed[1]) == 402
+    assert by_line(killed[1]) == by_line(calm[1]) and len(killed[1]) == 402
     for batch, _ in (calm, killed):
         assert batch["request_counts"] == dict(total=402, completed=400, failed=2)
         assert batch["status"] == "completed"
@@ -1317,42 +1246,42 @@ GREEDY = dict(max_tokens=30, temperature=0)
 
 
 class Talk:
-    "Clients that ask all the time, whole and streamed; `right` and `broken` count. What comes must be `expected`, and what breaks off a beginning of it."
+    "Clients that ask all the time, whole and streamed, counted in `right` and `broken`. What comes must be `expected`, and what breaks off a beginning of it."
 
     def __init__(self, url, expected):
         self.url, self.expected, self.over = url, expected, threading.Event()
-        self.right, self.broken, self.wrong = [0, 0], [0, 0], []
-        self.threads = [threading.Thread(target=self.talk, args=(k,)) for k in range(3)]
+        self.right, self.broken, self.wrong = [0, 0], 0, []
+        self.threads = [threading.Thread(target=self.talk, args=(k % 2,)) for k in range(3)]
         for t in self.threads:
             t.start()
 
-    def talk(self, k):
-        rng, streamed, prompts = random.Random(k), k % 2, list(self.expected)
+    def talk(self, streamed):
         client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
         while not self.over.is_set():
-            prompt, got = rng.choice(prompts), [""]
-            whole = self.expected[prompt]
+            prompt, whole = random.choice([*self.expected.items()])
+            got, broken = "", None
             try:
-                self.one(client, prompt, streamed, got)
-                if got[0] == whole:
-                    self.right[streamed] += 1
-                else:
-                    self.wrong.append((prompt, got[0]))
-                self.over.wait(rng.random() * 0.1)  # else the batch would have no slot left
-            except (openai.APIConnectionError, httpx.HTTPError, openai.APIError) as e:
-                if getattr(e, "status_code", 503) != 503 or not whole.startswith(got[0]):
-                    self.wrong.append((prompt, got[0], repr(e)))
-                self.broken[streamed] += 1
-                self.over.wait(0.1)
+                for text in self.texts(client, prompt, streamed):
+                    got += text
+                self.right[streamed] += got == whole
+            except (httpx.HTTPError, openai.APIError) as e:
+                broken, self.broken = e, self.broken + 1
+            gone = whole.startswith(got) and getattr(broken, "status_code", 503) == 503
+            if not (gone if broken else got == whole):
+                self.wrong.append((prompt, got, broken))
+            self.over.wait(random.random() * 0.1)  # else the batch would have no slot left
 
-    def one(self, client, prompt, streamed, got):
+    def texts(self, client, prompt, streamed):
+        "The parts of an answer as they come."
         ask = dict(GREEDY, model="tiny", messages=[dict(role="user", content=prompt)])
-        ask["extra_body"] = dict(ignore_eos=True)
-        if not streamed:
-            got[0] = client.chat.completions.create(**ask).choices[0].message.content
+        answer = client.chat.completions.create(
+            **ask, stream=bool(streamed), extra_body=dict(ignore_eos=True)
+        )
+        if streamed:
+            for event in answer:
+                yield event.choices[0].delta.content or ""
         else:
-            for event in client.chat.completions.create(**ask, stream=True):
-                got[0] += event.choices[0].delta.content or ""
+            yield answer.choices[0].message.content
 
     def end(self):
         self.over.set()
@@ -1363,13 +1292,12 @@ class Talk:
 
 def expected_of(folder):
     "What the model, kept in `folder`, says to some prompts."
-    model(num_hidden_layers=1).model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    own = LLM(str(folder), dtype="fp32", max_num_seqs=4)
+    path = kept_model(folder, model(num_hidden_layers=1).model)
+    own = LLM(path, dtype="fp32", max_num_seqs=4)
     prompts = [f"what is {i}? " + "please " * (i % 7) for i in range(40)]
     talks = [[dict(role="user", content=p)] for p in prompts]
-    outs = own.chat(talks, SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
-    return {p: o.outputs[0].text for p, o in zip(prompts, outs)}
+    outs = own.chat(talks, SamplingParams(**GREEDY, ignore_eos=True))
+    return dict(zip(prompts, texts(outs)))
 
 
 def check_killed_online(folder, times, seed):
@@ -1413,7 +1341,7 @@ def main():
             inside, talk = check_killed_online(Path(d), args.times, args.seed)
             whole, streams = talk.right
             print(f"online: {whole} whole answers and {streams} streams, all right")
-            print(f"{sum(talk.broken)} broken off or refused")
+            print(f"{talk.broken} broken off or refused")
             print(f"{inside} kills were in the middle of the batch")
         else:
             check_killed(Path(d), args.times, args.seed)

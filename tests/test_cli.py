@@ -1,34 +1,32 @@
 "`batchlab` in processes of its own, with a tiny model: pipes, signals, exit statuses."
 
-import argparse, json, os, re, shlex, signal, subprocess, sys, time
+import json, os, shlex, signal, subprocess, sys
 import pytest
 
-from helpers import but_compiler
+from helpers import (
+    ENV,
+    ask,
+    but_compiler,
+    ended_by,
+    kept_model,
+    posix,
+    python,
+    read_lines,
+    run,
+    write_lines,
+)
 from warm import warm
 
 from batchlab.cli import main
 from batchlab.cli.flags import COMMANDS, parse_args, parser_of
 from batchlab.errors import JobError
 
-ENV = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUTF8": "0",
-    "LC_ALL": "C.UTF-8",
-}
 CMD = [sys.executable, "-m", "batchlab"]
-posix = pytest.mark.skipif(os.name != "posix", reason="signals and devices of POSIX")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from batchlab.models import tiny_model, tiny_tokenizer
-
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return kept_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -47,12 +45,13 @@ def cli(batchlab, model):
 
 @pytest.fixture
 def refuses(said):
-    "That the command `args`, words or a text of them, ends with status 2 and one line that has all of `words`."
+    "That the command `args`, words or a text of them, ends with status 2 and one line that has all of `words`, several divided by &."
 
     def check(args, words):
         status, err = said(*(args.split() if isinstance(args, str) else args))
         assert status == 2 and len(err.splitlines()) == 1, err
-        assert err.startswith("batchlab: error: ") and all(w in err for w in words), err
+        assert err.startswith("batchlab: error: "), err
+        assert all(w in err for w in words.split(" & ")), err
 
     return check
 
@@ -63,14 +62,6 @@ def said(capsys):
     return lambda *args, **kw: (main([*args], **kw), capsys.readouterr().err)
 
 
-def rows(path):
-    return [json.loads(s) for s in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write_lines(path, *lines):
-    path.write_text("".join(json.dumps(d) + "\n" for d in lines))
-
-
 def fails_in_one_line(p, status, *words):
     assert p.returncode == status, p.stderr
     err = but_compiler(p.stderr)
@@ -79,21 +70,24 @@ def fails_in_one_line(p, status, *words):
 
 
 @pytest.mark.parametrize(
-    "calls, status",
+    "calls, status, errors",
     [
-        (["--help", "generate --help", "--version"], 0),
-        (["run", "run -i x", "generate --frobnicate", "genrate"], 2),
+        (["--help", "generate --help", "--version"], 0, 0),
+        (["run", "run -i x", "generate --frobnicate", "genrate"], 2, 4),
+        (["run -i in.csv --dry-run --prompt-template {lang}"], 1, 0),
     ],
-    ids=["help", "mistakes"],
+    ids=["help", "mistakes", "check"],
 )
-def test_what_needs_no_model_needs_no_torch(calls, status):
+def test_what_needs_no_model_needs_no_torch(tmp_path, calls, status, errors):
+    (tmp_path / "in.csv").write_text("id,lang\n1,de\n2,\n")
     code = (
         f"import sys; from batchlab.cli import main; s = [main(a.split()) for a in {calls}]; "
-        f'assert s == [{status}] * len(s) and "torch" not in sys.modules'
+        f"assert s == [{status}] * len(s) and not {{'torch', 'transformers'}} & {{*sys.modules}}"
     )
-    p = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    p = python(code, cwd=tmp_path)
     assert p.returncode == 0, p.stderr
-    assert p.stderr.count("batchlab: error: ") == len(p.stderr.splitlines()) == status * 2
+    assert p.stderr.count("batchlab: error: ") == len(p.stderr.splitlines()) == errors
+    assert status != 1 or "row 2: column 'lang' is empty" in p.stdout
 
 
 def test_a_field_is_a_flag():
@@ -141,7 +135,7 @@ def test_jobs_in_order_with_bad_lines(cli, tmp_path):
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     p = cli("--prompts-file", "in.jsonl", "--output", "out.jsonl")
-    out = rows(tmp_path / "out.jsonl")
+    out = read_lines(tmp_path / "out.jsonl")
     said = but_compiler(p.stderr).splitlines()  # the blank line; the failures
     assert p.returncode == 1 and len(said) == 2, p.stderr
     assert "5 of 8 requests failed" in p.stderr and "line 2" in p.stderr
@@ -166,7 +160,7 @@ def test_standard_input_and_samples(cli, tmp_path):
     p = cli(*how, input="one\r\n\ntwo words\n")
     assert p.returncode == 0
     assert but_compiler(p.stderr) == "batchlab: standard input: 1 blank line skipped\n"
-    out = rows(tmp_path / "o.jsonl")
+    out = read_lines(tmp_path / "o.jsonl")
     assert [r["prompt"] for r in out] == ["one", "two words"]
     assert [len(r["outputs"]) for r in out] == [2, 2]
     for c in out[1]["outputs"]:
@@ -175,11 +169,11 @@ def test_standard_input_and_samples(cli, tmp_path):
 
 def test_prompts_come_before_those_of_a_file_and_a_chat_keeps_its_prompt(cli, tmp_path):
     talk = [dict(role="user", content="d")]
-    write_lines(tmp_path / "in.jsonl", dict(prompt="c", custom_id="x"), dict(messages=talk))
-    (tmp_path / "ids.jsonl").write_text('{"prompt": [5, 6], "custom_id": "x"}\n' * 2)
+    write_lines(tmp_path / "in.jsonl", [dict(prompt="c", custom_id="x"), dict(messages=talk)])
+    write_lines(tmp_path / "ids.jsonl", [dict(prompt=[5, 6], custom_id="x")] * 2)
     p = cli("a", "-i", "in.jsonl", "--chat", "--output", "o.jsonl", "--verify", "--prompts", "b")
     assert p.returncode == 0 and "4 requests" in p.stderr, p.stderr
-    out = rows(tmp_path / "o.jsonl")
+    out = read_lines(tmp_path / "o.jsonl")
     assert [r.get("prompt") for r in out] == ["a", "b", "c", None] and out[3]["messages"] == talk
     assert out[2]["custom_id"] == "x"
     p = cli("-i", "ids.jsonl", "--chat", "--output", "two.jsonl")
@@ -187,36 +181,64 @@ def test_prompts_come_before_those_of_a_file_and_a_chat_keeps_its_prompt(cli, tm
     assert cli("-i", "ids.jsonl", "--output", "three.jsonl").returncode == 0  # ids may come twice
 
 
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        ("a --max-tokens 0", ["--max-tokens"]),
-        ("a --max-tokens -1", ["--max-tokens"]),
-        ("a --temperature -0.1", ["--temperature"]),
-        ("a --top-p 0", ["--top-p"]),
-        ("a --top-p 1.01", ["--top-p"]),
-        ("a --top_p 1", ["--top_p", "did you mean --top-p?"]),
-        ("a --temp 1", ["--temp", "did you mean --temperature?"]),
-        ("a --logit-bias {", ["JSON"]),
-        ("a --stop-token-ids x", ["token ids"]),
-        ("", ["standard input"]),
-        ("--prompts-file nowhere", ["nowhere", "no such file"]),
-        ("--prompts-file empty", ["empty", "no prompts"]),
-        ("--prompts-file latin", ["UTF-8", "line 2"]),
-        ("a --system x", ["--chat"]),
-        ("a --output no/dir/o.jsonl", ["can't write no/dir/o.jsonl"]),
-        ("a --output latin", ["--overwrite"]),
-        ("a --device tpu", ["tpu"]),
-        ("a --model no/such/model", ["no/such/model"]),
-    ],
-)
-def test_setup_errors(tmp_path, args, words, refuses, monkeypatch):
+MISTAKES = {
+    "generate a --max-tokens 0": "--max-tokens",
+    "generate a --max-tokens -1": "--max-tokens",
+    "generate a --temperature -0.1": "--temperature",
+    "generate a --top-p 0": "--top-p",
+    "generate a --top-p 1.01": "--top-p",
+    "generate a --top_p 1": "--top_p & did you mean --top-p?",
+    "generate a --temp 1": "--temp & did you mean --temperature?",
+    "generate a --logit-bias {": "JSON",
+    "generate a --stop-token-ids x": "token ids",
+    "generate": "standard input",
+    "generate --prompts-file nowhere": "nowhere & no such file",
+    "generate --prompts-file empty": "empty & no prompts",
+    "generate --prompts-file latin": "UTF-8 & line 2",
+    "generate a --system x": "--chat",
+    "generate a --output no/dir/o.jsonl": "can't write no/dir/o.jsonl",
+    "generate a --output latin": "--overwrite",
+    "generate a --device tpu": "tpu",
+    "generate a --model no/such/model": "no/such/model",
+    "generate a --guided-choice x": "--structured-outputs",
+    "generate a --json x": "--structured-outputs",
+    "generate a --max-tokns x": "--max-tokens",
+    "generate a --frobnicate x": "unknown flag --frobnicate (see",
+    "generate a --load-format dummy": "unknown flag --load-format",
+    "generate a --torch-dtype fp32": "did you mean --dtype?",
+    "bench --num-prompts 10": "did you mean --scale?",
+    "bench --tensor-parallel-size 2": "leave it out",
+    "rnu": "did you mean run?",
+    "run-batch": "did you mean run?",
+    "frobnicate": "generate",
+    "run -i nowhere -o o": "can't read nowhere",
+    "run -i in": "--output",
+    "run -i in -o in": "different files",
+    "run -i in -o no/dir/o": "can't write no/dir/o",
+    "run -i in -o .": "no file",
+    "run -i in -o o --timeout 0": "--timeout",
+    "run -i in -o o --retry": "--retry & did you mean --retry-errors?",
+    "run -i in -o o --chat": "plain prompts",
+    "run -i in -o - --error-file e": "standard output is not kept",
+    "run -i in -o - --ray 2": "--ray takes files",
+    "run -i . -o o": "run it for each file of the folder",
+    'run -i in -o o --structured-outputs {"regx":"a"}': "--structured-outputs",
+    "run -i in -o o --top-p 0": "--top-p",
+    "run -i in -o o --model no/such/model": "no/such/model",
+    "serve --data data --ray 2": "batchlab run --ray",
+}
+
+
+@pytest.mark.parametrize("args, words", MISTAKES.items())
+def test_mistakes_are_one_line(tmp_path, args, words, refuses, monkeypatch):
     (tmp_path / "empty").write_bytes(b"\n \n")
     (tmp_path / "latin").write_bytes(b"ok\n\xe9\n")
+    write_lines(tmp_path / "in", [ask(1)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
-    refuses(f"generate {args}", words)
+    refuses(args, words)
     assert (tmp_path / "latin").read_bytes() == b"ok\n\xe9\n"
+    assert sorted(os.listdir()) == ["empty", "in", "latin"]
 
 
 def test_overwrite_only_when_asked_and_able(cli, batchlab, tmp_path):
@@ -226,12 +248,12 @@ def test_overwrite_only_when_asked_and_able(cli, batchlab, tmp_path):
     fails_in_one_line(batchlab("generate", *args, "--model", "no such model"), 2)
     assert (tmp_path / "o.jsonl").read_text() == "old\n"
     assert cli(*args).returncode == 0
-    assert [r["prompt"] for r in rows(tmp_path / "o.jsonl")] == ["a"]
+    assert [r["prompt"] for r in read_lines(tmp_path / "o.jsonl")] == ["a"]
 
 
 def test_bad_prompts_fail_alone(cli, tmp_path):
     p = cli("a", "", "x" * 100_000, "b", "--output", "o.jsonl")
-    out = rows(tmp_path / "o.jsonl")
+    out = read_lines(tmp_path / "o.jsonl")
     assert p.returncode == 1 and len(out) == 4
     assert "100,000 characters" in out[2]["error"] and out[2]["finish_reason"] == "error"
     assert [out[i]["error"] for i in (0, 1, 3)] == [None] * 3
@@ -265,65 +287,48 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path, sig):
     (tmp_path / "p.txt").write_text("\n".join("word " * (i % 7 + 1) for i in range(3000)))
     out = tmp_path / "o.jsonl"
     args = "-i p.txt --output o.jsonl --ignore-eos --max-tokens 20 --max-num-seqs 4".split()
-    how = dict(cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, text=True)
-    p = subprocess.Popen([*CMD, "generate", *args, "--model", model], **how)
-    end = time.time() + 40
-    while p.poll() is None and time.time() < end and not (out.exists() and out.stat().st_size):
-        time.sleep(0.05)
-    p.send_signal(sig)
-    _, err = p.communicate(timeout=30)
-    done = rows(out)
-    assert p.returncode == 130 and 0 < len(done) < 3000, err
-    assert but_compiler(err).splitlines() == [
+    p = ended_by(sig, [*CMD, "generate", *args, "--model", model], tmp_path, out)
+    done = read_lines(out)
+    assert p.returncode == 130 and 0 < len(done) < 3000, p.stderr
+    assert but_compiler(p.stderr).splitlines() == [
         f"batchlab: interrupted: {len(done)} of 3000 requests finished, they are in o.jsonl"
     ]
     assert len({r["index"] for r in done}) == len(done) and all(r["error"] is None for r in done)
 
 
-def test_a_setting_is_used_or_fails_its_line(cli, batchlab, model, tmp_path):
-    "`generate` and `run` read a plain line alike."
-    write_lines(
-        tmp_path / "in.jsonl",
+def test_two_commands_read_a_plain_line_alike(cli, batchlab, model, tmp_path):
+    "A setting is used or fails its line; content may come in parts, from a developer, beside an owner's NaN."
+    parts = [dict(type="text", text=t) for t in ("Hello", "world")]
+    talk = lambda role, said: [
+        dict(role=role, content="Be brief."),
+        dict(role="user", content=said),
+    ]
+    lines = [
         dict(prompt="a", max_completion_tokens=2, ignore_eos=True, topic="x"),
         dict(prompt="b", tools=[{}]),
         dict(prompt="c", sampling_params=dict(max_tokens=3), ignore_eos=True),
         dict(prompt="d", num_beams=2),
-    )
-    p = cli("--prompts-file", "in.jsonl", "--output", "one.jsonl")
-    q = batchlab("run", "-i", "in.jsonl", "-o", "two.jsonl", "--ordered", "--model", model)
-    assert p.returncode == q.returncode == 1
-    assert p.stderr.count("keys without meaning here, ignored: topic\n") == 1, p.stderr
-    assert "ignored" not in q.stderr and rows(tmp_path / "two.jsonl")[0]["topic"] == "x", q.stderr
-    for name in ("one.jsonl", "two.jsonl"):
-        out = rows(tmp_path / name)
-        lengths = [r["usage"]["completion_tokens"] for r in out if not r["error"]]
-        assert lengths == [2, 3] and "tools=[{}]" in str(out[1]["error"])
-        assert "give it to transformers' generate" in str(out[3]["error"])
-
-
-def test_messages_may_come_in_parts(cli, batchlab, model, tmp_path):
-    "`generate` reads a conversation as `run` does: content in parts, the role of developers, an owner's NaN."
-    parts = [dict(type="text", text=t) for t in ("Hello", "world")]
-    asked = lambda role, content: [
-        dict(role=role, content="Be brief."),
-        dict(role="user", content=content),
+        dict(messages=talk("developer", parts), topic=float("nan")),
+        dict(messages=talk("system", "Hello\nworld")),
     ]
-    write_lines(
-        tmp_path / "in.jsonl",
-        dict(messages=asked("developer", parts), score=float("nan")),
-        dict(messages=asked("system", "Hello\nworld")),
-    )
+    write_lines(tmp_path / "in.jsonl", lines)
     p = cli("--prompts-file", "in.jsonl", "--output", "one.jsonl")
     how = ["--ordered", "--max-tokens", "6", "--model", model]
     q = batchlab("run", "-i", "in.jsonl", "-o", "two.jsonl", *how)
-    assert (p.returncode, q.returncode) == (0, 0), p.stderr + q.stderr
-    both = [r["text"] for name in ("one.jsonl", "two.jsonl") for r in rows(tmp_path / name)]
-    assert len(both) == 4 and len({*both}) == 1
+    assert p.returncode == q.returncode == 1
+    assert p.stderr.count("keys without meaning here, ignored: topic\n") == 1, p.stderr
+    assert "ignored" not in q.stderr, q.stderr
+    both = one, two = [read_lines(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
+    for out in both:
+        lengths = [r["usage"]["completion_tokens"] for r in out if not r["error"]]
+        assert lengths[:2] == [2, 3] and len(lengths) == 4 and "tools=[{}]" in str(out[1]["error"])
+        assert "give it to transformers' generate" in str(out[3]["error"])
+    assert two[0]["topic"] == "x" and len({r["text"] for out in both for r in out[4:]}) == 1
 
 
 @pytest.mark.parametrize("command", ["run", "generate"])
 def test_what_is_said_for_programs_is_json(batchlab, model, tmp_path, command):
-    write_lines(tmp_path / "in.jsonl", *[dict(prompt="one two three")] * 2, dict(prompt=5))
+    write_lines(tmp_path / "in.jsonl", [dict(prompt=p) for p in ("one two three", "one two", 5)])
     how = ["-o", "out.jsonl", "--model", model, "--max-tokens", "4", "--log-json"]
     p = batchlab(command, "-i", "in.jsonl", *how)
     said = [json.loads(s) for s in p.stderr.splitlines()]
@@ -360,12 +365,12 @@ def test_a_chat_template_of_ones_own(model, tmp_path, said, form, command):
 
     (tmp_path / "own.jinja").write_text(TEMPLATE, encoding="utf-8")
     given = str(tmp_path / "own.jinja") if form == "file" else TEMPLATE
-    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi there"))
+    write_lines(tmp_path / "in.jsonl", [dict(prompt="Hi there")])
     want = len(tiny_tokenizer()("<user> Hi there\n")["input_ids"])
     files = "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "o.jsonl"), "--model", model
     status, err = said(command, *files, "--chat", "--max-tokens", "2", "--chat-template", given)
     assert status == 0, err
-    assert rows(tmp_path / "o.jsonl")[0]["usage"]["prompt_tokens"] == want
+    assert read_lines(tmp_path / "o.jsonl")[0]["usage"]["prompt_tokens"] == want
 
 
 def test_a_template_belongs_to_the_llm_that_it_was_given():
@@ -382,13 +387,13 @@ def test_a_template_belongs_to_the_llm_that_it_was_given():
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--chat-template nowhere.jinja", ["--chat-template", "No such file"]),
-        ("--chat-template latin.jinja", ["--chat-template", "UTF-8"]),
-        ("--chat-template bad.jinja", ["--chat-template", "line 1", "endfor"]),
-        ("--lora-modules a=nowhere", ["adapter 'a'", "nowhere"]),
-        ("--lora-modules a=./dora", ["DoRA"]),
-        ("--lora-modules a=./big", ["32", "--max-lora-rank 16", "--max-lora-rank 32"]),
-        ("--lora-modules pirate", ["--lora-modules", "name=folder"]),
+        ("--chat-template nowhere.jinja", "--chat-template & No such file"),
+        ("--chat-template latin.jinja", "--chat-template & UTF-8"),
+        ("--chat-template bad.jinja", "--chat-template & line 1 & endfor"),
+        ("--lora-modules a=nowhere", "adapter 'a' & nowhere"),
+        ("--lora-modules a=./dora", "DoRA"),
+        ("--lora-modules a=./big", "32 & --max-lora-rank 16 & --max-lora-rank 32"),
+        ("--lora-modules pirate", "--lora-modules & name=folder"),
     ],
 )
 @pytest.mark.parametrize(
@@ -400,7 +405,7 @@ def test_what_the_command_line_names_is_looked_at_before_a_model_is(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}")
     (tmp_path / "latin.jinja").write_bytes(b"\xe9{{ x }}")
-    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
+    write_lines(tmp_path / "in.jsonl", [dict(prompt="Hi")])
     config = dict(peft_type="LORA", r=32, lora_alpha=16)
     for name, more in (("dora", dict(use_dora=True)), ("big", {})):
         (tmp_path / name).mkdir()
@@ -411,18 +416,18 @@ def test_what_the_command_line_names_is_looked_at_before_a_model_is(
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ('--structured-outputs {"grammar":"start:missing"}', ["structured"]),
-        ('--structured-outputs {"regex":"["}', ["regex"]),
-        ("--stop-token-ids 99999", ["99999"]),
-        ('--logit-bias {"99999":1}', ["99999"]),
-        ("--max-model-len 9999999", ["--max-model-len 9999999"]),
+        ('--structured-outputs {"grammar":"start:missing"}', "structured"),
+        ('--structured-outputs {"regex":"["}', "regex"),
+        ("--stop-token-ids 99999", "99999"),
+        ('--logit-bias {"99999":1}', "99999"),
+        ("--max-model-len 9999999", "--max-model-len 9999999"),
         (
             "--max-num-seqs 9 --max-num-batched-tokens 3",
-            ["--max-num-batched-tokens 3", "--max-num-seqs 9"],
+            "--max-num-batched-tokens 3 & --max-num-seqs 9",
         ),
         (
             "--quantization int8 --strategy loop",
-            ["--quantization int8", "--strategy continuous"],
+            "--quantization int8 & --strategy continuous",
         ),
     ],
 )
@@ -431,7 +436,7 @@ def test_settings_are_tried_on_the_model_before_a_line_is(
     model, tmp_path, refuses, flags, words, command
 ):
     pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
-    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
+    write_lines(tmp_path / "in.jsonl", [dict(prompt="Hi")])
     out = tmp_path / "o.jsonl"
     files = "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", model
     refuses([command, *files, *flags.split()], words)
@@ -445,30 +450,8 @@ def test_help_without_a_command(capsys):
 
 @pytest.mark.parametrize("module", ["batchlab", "batchlab.cli"])
 def test_the_command_is_a_module_too(module):
-    command = [sys.executable, "-m", module, "--version"]
-    p = subprocess.run(command, capture_output=True, text=True, env=ENV)
+    p = run(sys.executable, "-m", module, "--version")
     assert p.returncode == 0 and p.stdout.startswith("batchlab 0"), p.stderr
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        ("generate a --guided-choice x", "--structured-outputs"),
-        ("generate a --json x", "--structured-outputs"),
-        ("generate a --max-tokns x", "--max-tokens"),
-        ("generate a --frobnicate x", "unknown flag --frobnicate (see"),
-        ("generate a --load-format dummy", "unknown flag --load-format"),
-        ("generate a --torch-dtype fp32", "did you mean --dtype?"),
-        ("bench --num-prompts 10", "did you mean --scale?"),
-        ("bench --tensor-parallel-size 2", "leave it out"),
-        ("rnu", "did you mean run?"),
-        ("run-batch", "did you mean run?"),
-        ("frobnicate", "generate"),
-    ],
-)
-def test_an_unknown_flag_or_command_says_what_was_meant(args, words, said):
-    status, err = said(*args.split())
-    assert status == 2 and words in err, err
 
 
 def test_a_model_without_a_template_is_refused_before_it_is_loaded(tmp_path, refuses, monkeypatch):
@@ -485,7 +468,7 @@ def test_a_model_without_a_template_is_refused_before_it_is_loaded(tmp_path, ref
     )
     for model in (tmp_path / "base", file):
         run = ["run", "-i", tmp_path / "in.txt", "-o", tmp_path / "out.jsonl", "--chat"]
-        words = [str(model), "has no chat template", "--chat-template"]
+        words = f"{model} & has no chat template & --chat-template"
         refuses([*map(str, run), "--model", str(model)], words)
         refuses(["generate", "a", "--chat", "--model", str(model)], words)
 
@@ -520,18 +503,18 @@ def test_bytes_with_units(text, number):
 )
 def test_closed_standard_output_is_said_before_anything_else(args, refuses, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    refuses(args, ["standard output is closed"])
+    refuses(args, "standard output is closed")
 
 
 @posix
 def test_a_job_needs_no_standard_streams(model, tmp_path):
-    write_lines(tmp_path / "in.jsonl", dict(prompt="Hi"))
+    write_lines(tmp_path / "in.jsonl", [dict(prompt="Hi")])
     files = "-i", "in.jsonl", "-o", "out.jsonl", "--model", model
     command = shlex.join([sys.executable, "-m", "batchlab.cli", "run", *files, "--max-tokens", "2"])
     p = subprocess.run(
         ["sh", "-c", f"exec {command} <&- >&- 2>&-"], cwd=tmp_path, env=ENV, timeout=50
     )
-    assert p.returncode == 0 and len(rows(tmp_path / "out.jsonl")) == 1
+    assert p.returncode == 0 and len(read_lines(tmp_path / "out.jsonl")) == 1
 
 
 @posix
@@ -560,19 +543,8 @@ def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
     assert p.returncode == 0, p.stderr
     shown, _, plan, _ = p.stdout.split(b"\f")
     assert shown.count(b"[") >= 2 and b"\\u65e5" in shown
-    assert [r["prompt"] for r in rows(tmp_path / "o.jsonl")] == ["grüße 日本", "größer Straße"]
+    assert [r["prompt"] for r in read_lines(tmp_path / "o.jsonl")] == [
+        "grüße 日本",
+        "größer Straße",
+    ]
     assert b"1 request" in plan
-
-
-OLD_WORDS = re.compile(
-    r"turn off|the same\b(?! as --)|^(of|for|that|in|with)\b(?! (list|submit|--))| is False"
-)
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c != "bench"])
-def test_the_help_of_each_flag_says_by_itself_what_it_does(command):
-    "A flag that turns something off says what then happens; none leans on the one before it."
-    for a in parser_of(command)._actions:
-        said = a.help or ""
-        if said != argparse.SUPPRESS:
-            assert said and not OLD_WORDS.search(said), (a.option_strings, said)

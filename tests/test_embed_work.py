@@ -1,9 +1,8 @@
 "Vectors, scores and classes in files, over HTTP, on the command line: what `LLM` gives, each line once, whoever asks and whatever goes wrong."
 
-import asyncio, base64, functools, gzip, http.client, itertools, json, random, re, threading
+import asyncio, base64, functools, http.client, json, random, re
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np, pytest, torch
 from transformers import (
@@ -21,36 +20,51 @@ from batchlab.models.load import quiet
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.pooling_params import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
-from batchlab.serve.batches import ENDED_STATES, BatchRunner, BatchStore
 from batchlab.jobs.job import Job
 from batchlab.jobs.journal import as_journal, from_journal, journal_of
 from batchlab.jobs.pooling import PoolingRequest
 from batchlab.jobs.schema import POOLING_URLS
 from batchlab.tasks.admit import ASKED_BY
 from batchlab.api.ray import BatchLLM
-from helpers import generated, greedy, ids, running, texts, until
+from helpers import (
+    ctrl_c,
+    generated,
+    greedy,
+    ids,
+    kept_model,
+    read_lines,
+    read_table,
+    texts,
+    until,
+    write_lines,
+)
+import test_batches
+import test_server
 from test_encoders import encoder as encoder_of
 
+from test_batches import httpx, openai
 
 SMALL = dict(hidden_size=32, max_position_embeddings=64)
 TEXTS = ["a cat", "two dogs and more", "x", "a longer text about nothing at all", "é"]
 EMBED = PoolingRequest("embed", [], params=PoolingParams("embed"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    "A tiny encoder as sentence-transformers saves it: mean, and length 1."
-    path = tmp_path_factory.mktemp("encoder")
+def kept_encoder(path):
+    "A tiny encoder in folder `path` as sentence-transformers saves it: mean, and length 1."
     with quiet():
-        encoder_of("bert", **SMALL).save_pretrained(path)
-        tiny_tokenizer().save_pretrained(path)
+        kept_model(path, encoder_of("bert", **SMALL))
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
-    steps = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
-    (path / "modules.json").write_text(
-        json.dumps([dict(type=f"sentence_transformers.models.{t}", path=p) for t, p in steps])
-    )
+    steps = dict(Transformer="", Pooling="1_Pooling", Normalize="2_Normalize")
+    kind = "sentence_transformers.models"
+    modules = [dict(type=f"{kind}.{name}", path=at) for name, at in steps.items()]
+    (path / "modules.json").write_text(json.dumps(modules))
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return kept_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +85,12 @@ def writer():
 
 
 def vectors(llm, prompts=TEXTS, **params):
-    outs = llm.embed(prompts, use_tqdm=False, pooling_params=PoolingParams(**params))
+    outs = llm.embed(prompts, pooling_params=PoolingParams(**params))
     return [o.outputs.embedding for o in outs]
 
 
 def scores(llm, *texts):
-    return [o.outputs.score for o in llm.score(*texts, use_tqdm=False)]
+    return [o.outputs.score for o in llm.score(*texts)]
 
 
 def close(a, b):
@@ -95,36 +109,10 @@ def ask(i, url="/v1/embeddings", **body):
     return dict(custom_id=str(i), method="POST", url=url, body=body)
 
 
-def write(path, lines):
-    lines = (s if isinstance(s, str) else json.dumps(s) for s in lines)
-    Path(path).write_text("".join(f"{s}\n" for s in lines), encoding="utf-8")
-
-
-def read(path):
-    return [json.loads(s) for s in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
 def records(path):
-    found = read(path)
+    found = read_lines(path)
     assert len({r.get("id", r.get("request_id")) for r in found}) == len(found)
     return {r.get("custom_id") or r.get("line"): r for r in found}
-
-
-@contextmanager
-def interrupted(llm, steps):
-    "Ctrl-C at that step."
-    step, count = llm.loop.step, itertools.count()
-
-    def once():
-        if next(count) == steps:
-            raise KeyboardInterrupt
-        return step()
-
-    llm.loop.step = once
-    try:
-        yield
-    finally:
-        del llm.loop.step
 
 
 def test_a_part_of_a_model_says_of_which(folder):
@@ -151,10 +139,10 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
         ask(9, "/classify", input="a"),
         ask(10, input="x", dimensions=65),
     ]
-    write(tmp_path / "in.jsonl", lines)
+    write_lines(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out.jsonl"
     job = lambda: Job(tmp_path / "in.jsonl", out, look_ahead=3, model_name="tiny")
-    with interrupted(llm, 2), pytest.raises(KeyboardInterrupt):
+    with ctrl_c(llm, 2):
         job().run(llm)
     before = out.read_bytes()
     r = job().run(llm)
@@ -172,7 +160,7 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
     [best] = bodies[5]["results"]
     assert (best["index"], best["document"]) == (1, dict(text="a"))
     assert np.shape(data(6, "data")[0]) == (3, 64)
-    said = llm.chat([talk["messages"]], dict(max_tokens=3, temperature=0), use_tqdm=False)
+    said = llm.chat([talk["messages"]], dict(max_tokens=3, temperature=0))
     assert [bodies[1]["choices"][0]["message"]["content"]] == texts(said)
     bad = [found[str(i)] for i in (7, 8, 9, 10)]
     assert {d["response"]["status_code"] for d in bad} == {400}
@@ -181,66 +169,48 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
     assert "input[1]: the prompt has 300 tokens" in bad[0]["error"]["message"]
 
 
-def read_table(path):
-    "The rows of a table of any format, a vector as a list."
-    import csv
-
-    import pyarrow.parquet as pq
-
-    if path.suffix == ".jsonl":
-        return read(path)
-    if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
-    vector = lambda v: json.loads(v) if v and v.startswith("[") else v or None
-    with path.open(encoding="utf-8", newline="") as f:
-        return [{k: vector(v) for k, v in row.items()} for row in csv.DictReader(f)]
+def table_of(path):
+    "The rows of a file of answers, a vector as a list, and nothing as None."
+    vector = lambda v: json.loads(v) if isinstance(v, str) and v.startswith("[") else v or None
+    return [{k: vector(v) for k, v in row.items()} for row in read_table(path)]
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.csv", "out.parquet"])
 def test_plain_texts_of_a_table(tmp_path, encoder, name):
-    # a column that would be a setting elsewhere
-    rows = ["text,temperature", *(f"{t},hot" for t in [*TEXTS, "", "z" * 200])]
-    write(tmp_path / "in.csv", rows)
-    out = tmp_path / name
-    job = lambda: Job(tmp_path / "in.csv", out, embed=EMBED, look_ahead=2, ordered=True)
-    with interrupted(encoder, 1), pytest.raises(KeyboardInterrupt):
+    "Beside columns that would be a setting or a vector elsewhere; the vectors' column has the name that is asked for."
+    rows = ["text,temperature,embedding", *(f"{t},hot,mine" for t in [*TEXTS, "", "z" * 200])]
+    write_lines(tmp_path / "in.csv", rows)
+    out, said = tmp_path / name, []
+    how = dict(embed=EMBED, look_ahead=2, ordered=True, say=said.append)
+    job = lambda column="vector": Job(tmp_path / "in.csv", out, output_column=column, **how)
+    with ctrl_c(encoder, 1):
         job().run(encoder)
     r = job().run(encoder)
     assert (r.total, r.failed) == (7, 2) and r.before
     assert (tmp_path / f"{name}.batchlab").exists()  # to try the two again
-    found = read_table(out)
-    got = [r["embedding"] for r in found]
-    assert {r["temperature"] for r in found} == {"hot"} and got[5:] == [None, None]
+    found = table_of(out)
+    got = [r["vector"] for r in found]
+    assert {(r["temperature"], r["embedding"]) for r in found} == {("hot", "mine")}
+    assert [r["text"] for r in found[:5]] == TEXTS and got[5:] == [None, None]
     close(got[:5], vectors(encoder))
+    assert not any("text as" in s for s in said)  # which a vector has not
+    with pytest.raises(JobError, match="another column of that name"):
+        job("text").run(encoder)
     if name.endswith(".jsonl"):
         assert [d["row"] for d in found] == [*range(1, 8)]
         assert found[0]["usage"] == dict(prompt_tokens=5, total_tokens=5)
     if name.endswith(".csv"):
-        assert "is empty" in found[5]["error"] and found[0]["text"] == TEXTS[0]
+        assert "is empty" in found[5]["error"]
     if name.endswith(".parquet"):
         import pyarrow as pa, pyarrow.parquet as pq
 
-        assert pq.read_schema(out).field("embedding").type == pa.list_(pa.float32())
-
-
-@pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl"])
-def test_the_column_of_vectors_has_the_name_that_is_asked_for(tmp_path, encoder, name):
-    (tmp_path / "in.csv").write_text("text,embedding\nHi,mine\nYou,too\n")
-    said, how = [], dict(embed=EMBED, ordered=True)
-    job = lambda **more: Job(tmp_path / "in.csv", tmp_path / name, say=said.append, **how, **more)
-    assert job(output_column="vector").run(encoder).failed == 0
-    found = read_table(tmp_path / name)
-    assert [(r["text"], r["embedding"]) for r in found] == [("Hi", "mine"), ("You", "too")]
-    close([r["vector"] for r in found], vectors(encoder, ["Hi", "You"]))
-    assert not any("text as" in s for s in said)  # which a vector has not
-    with pytest.raises(JobError, match="another column of that name"):
-        job(output_column="text").run(encoder)
+        assert pq.read_schema(out).field("vector").type == pa.list_(pa.float32())
 
 
 @pytest.mark.parametrize("form", ["plain", "batch"])
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl.gz"])
 def test_the_journal_of_vectors_goes_on_wherever_it_is_cut(tmp_path, encoder, form, name):
-    write(
+    write_lines(
         tmp_path / "in.jsonl",
         (ask(i, input=t) if form == "batch" else dict(text=t) for i, t in enumerate(TEXTS * 3)),
     )
@@ -250,8 +220,7 @@ def test_the_journal_of_vectors_goes_on_wherever_it_is_cut(tmp_path, encoder, fo
 
     def found():
         "The vectors by the line that they are of."
-        packed = [*gzip.open(out, "rt")] if name.endswith("gz") else []
-        rows = [*map(json.loads, packed)] or read_table(out)
+        rows = table_of(out)
         bodies = [r.get("response", {}).get("body", {}).get("data", [r])[0] for r in rows]
         line = lambda r: int(str(r.get("request_id") or r["id"]).split("_")[2])
         return [v for _, v in sorted((line(r), d["embedding"]) for r, d in zip(rows, bodies))]
@@ -278,25 +247,13 @@ def test_a_record_of_a_journal_holds_a_vector_as_its_bytes():
     assert len(as_journal(dict(vector=vector))) < 4 * 384 * 1.02 + 40
 
 
-def test_a_job_of_vectors_says_what_it_can_not(tmp_path, encoder):
-    talk = dict(messages=[dict(role="user", content="Hi")])
-    for line, out, why in (
-        (ask(0, "/v1/chat/completions", **talk), "a.jsonl", "BertModel writes no text"),
-        (ask(0, "/classify", input="a"), "b.jsonl", "has no task 'classify'"),
-    ):
-        write(tmp_path / "in.jsonl", [line])
-        with pytest.raises(JobError, match=why) as e:
-            Job(tmp_path / "in.jsonl", tmp_path / out).run(encoder)
-        assert e.value.status == 2  # nothing had begun
-
-
 def test_a_plan_of_vectors(tmp_path, encoder):
     p = encoder.plan(TEXTS * 3, PoolingParams("embed"))
     counts = p.num_requests, p.prompt_tokens, p.shared_tokens
     assert counts == (15, 3 * length(TEXTS), 0) and p.blocks
     encoder.embed(TEXTS)
     assert encoder.stats().kv_bytes == 0  # nothing is kept from step to step
-    write(tmp_path / "in.jsonl", [ask(0, input=TEXTS), ask(1, input="z" * 200)])
+    write_lines(tmp_path / "in.jsonl", [ask(0, input=TEXTS), ask(1, input="z" * 200)])
     plan = Job(tmp_path / "in.jsonl").plan(encoder)
     assert (plan.requests, plan.failed, plan.max_output_tokens) == (1, 1, 0)
     assert plan.longest == max(len(t.encode()) for t in TEXTS)
@@ -309,8 +266,7 @@ def save(model, folder, architecture=None, **more):
     from safetensors.torch import load_file, save_file
 
     with quiet():
-        model.save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+        kept_model(folder, model)
     file, config = folder / "model.safetensors", folder / "config.json"
     save_file(load_file(file) | more, file, dict(format="pt"))
     said = dict(architectures=[architecture or type(model).__name__])
@@ -408,10 +364,10 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
         [d["embedding"] for d in out],
         vectors(encoder, ["a cat", "x"], dimensions=3, use_activation=False),
     )
-    write(tmp_path / "in.txt", TEXTS)
+    write_lines(tmp_path / "in.txt", TEXTS)
     file = "-i", tmp_path / "in.txt", "-o"
     assert embed(*file, tmp_path / "out.csv") == 0
-    close([r["embedding"] for r in read_table(tmp_path / "out.csv")], vectors(encoder))
+    close([r["embedding"] for r in table_of(tmp_path / "out.csv")], vectors(encoder))
     for _ in range(2):
         assert embed(*file, tmp_path / "out.jsonl") == 0
     assert len(records(tmp_path / "out.jsonl")) == 5
@@ -429,8 +385,8 @@ def test_embed_on_the_command_line(tmp_path, encoder, capfd, monkeypatch):
 
 
 def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
-    write(tmp_path / "in.txt", [*TEXTS, "z" * 200])
-    write(tmp_path / "in.csv", ["text,max_tokens", "abc,x", "abcdef,"])
+    write_lines(tmp_path / "in.txt", [*TEXTS, "z" * 200])
+    write_lines(tmp_path / "in.csv", ["text,max_tokens", "abc,x", "abcdef,"])
     plan = lambda name, *flags, llm=encoder: main(["plan", "-i", str(tmp_path / name), *flags], llm)
     assert plan("in.txt", "--embed", "--no-calibration") == 1
     assert f"{length(TEXTS):,} in prompts" in capfd.readouterr().out
@@ -442,27 +398,18 @@ def test_a_plan_of_texts_on_the_command_line(tmp_path, encoder, capfd):
 
 # the server
 
-fastapi, openai, httpx = [
-    pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
-    for name in ("fastapi", "openai", "httpx")
-]
-
 
 @contextmanager
 def serving(llm, **kw):
-    from batchlab.serve.app import Server, create_app, listen, url_of
-
-    up, sock = threading.Event(), listen("127.0.0.1", 0)
-    server = Server(create_app(llm, "tiny", **kw), 60, up.set)
-    with running(server, sock, up), httpx.Client(base_url=url_of(sock), timeout=100) as web:
-        yield SimpleNamespace(url=url_of(sock), web=web, api=server.api, llm=llm)
+    with (
+        test_server.serving(llm=llm, **kw) as s,
+        httpx.Client(base_url=s.url, timeout=100) as s.web,
+    ):
+        yield s
 
 
 def test_openais_client_gets_vectors(encoder):
-    with (
-        serving(encoder) as s,
-        openai.OpenAI(base_url=f"{s.url}/v1", api_key="any", max_retries=0) as client,
-    ):
+    with serving(encoder) as s, test_server.client_of(s) as client:
         create = lambda **body: client.embeddings.create(**dict(model="tiny") | body)
         for more in ({}, dict(encoding_format="float")):  # its own default is base64
             r = create(input=TEXTS, **more)
@@ -491,15 +438,21 @@ def test_openais_client_gets_vectors(encoder):
         assert not encoder.has_unfinished and s.api.limits.pending == 0
 
 
-def test_a_classifier_that_is_to_write_says_how_to_ask_it(tmp_path):
+def test_a_model_that_is_asked_for_what_it_has_not_says_how_to_ask_it(tmp_path, encoder):
     "In Python, in a job and at a server; and each call and url that any model is told of is there."
     llm, words = classifier(), "BertForSequenceClassification writes no text, it has classify"
     how = "call llm.classify or llm.encode, or give lines of the Batch API with the url /classify"
     with pytest.raises(ModelError, match=f"{words}.*{how}"):
         llm.generate(["a"])
-    write(tmp_path / "in.jsonl", [dict(prompt="a")])
-    with pytest.raises(JobError, match=f"{words}.*{how}"):
-        Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl").run(llm)
+    name = tmp_path / "in.jsonl"
+    for own, line, why in (
+        (llm, dict(prompt="a"), f"{words}.*{how}"),
+        (encoder, ask(0, "/classify", input="a"), "has no task 'classify'"),
+    ):
+        write_lines(name, [line])
+        with pytest.raises(JobError, match=why) as e:
+            Job(name, tmp_path / "out.jsonl").run(own)
+        assert e.value.status == 2  # nothing had begun
     with serving(llm) as s:
         said = s.web.post("/v1/completions", json=dict(prompt="a")).json()["error"]["message"]
         assert re.search(f"{words}.*{how}", said)
@@ -532,7 +485,7 @@ def test_scores_ranks_and_classes(encoder):
         assert post("/score", text_1=["a", "b"], text_2=docs).json()["error"]["param"] == "text_2"
     with serving(classifier()) as s:
         data = s.web.post("/classify", json=dict(input=TEXTS)).json()["data"]
-        want = [o.outputs.probs for o in s.llm.classify(TEXTS, use_tqdm=False)]
+        want = [o.outputs.probs for o in s.llm.classify(TEXTS)]
         close([d["probs"] for d in data], want)
         labels = [(f"LABEL_{np.argmax(p)}", 2) for p in want]
         assert [(d["label"], d["num_classes"]) for d in data] == labels
@@ -563,26 +516,12 @@ def test_a_client_that_leaves_ends_all_its_texts(encoder):
 
 
 def test_a_batch_of_vectors(tmp_path, encoder):
-    from fastapi.testclient import TestClient
-    from batchlab.serve.app import create_app
-
     lines = [ask(0, input=TEXTS), ask(1, "/score", text_1="a", text_2="b")]
-    batches = BatchRunner(BatchStore(tmp_path / "data"), encoder, "tiny")
-    app = create_app(encoder, "tiny", batches=batches)
-    with TestClient(app, base_url="http://localhost") as web:
-        content = dict(file=("in.jsonl", "\n".join(map(json.dumps, lines))))
-        file = web.post("/v1/files", files=content, data=dict(purpose="batch")).json()["id"]
-        how = dict(endpoint="/v1/embeddings", completion_window="24h")
-        batch = web.post("/v1/batches", json=dict(input_file_id=file, **how)).json()["id"]
-        state = lambda: web.get(f"/v1/batches/{batch}").json()
-        until(lambda: state()["status"] in ENDED_STATES)
-        b = state()
-        assert b["status"] == "completed"
-        assert b["request_counts"] == dict(total=2, completed=1, failed=1)
-        written = lambda key: web.get(f"/v1/files/{b[key]}/content").json()["response"]["body"]
-        good, bad = written("output_file_id"), written("error_file_id")
-        close([d["embedding"] for d in good["data"]], vectors(encoder))
-        assert bad["error"]["code"] == "invalid_url"
+    with test_batches.serving(tmp_path / "data", encoder) as s:
+        done = s.run(lines, endpoint="/v1/embeddings")
+        assert done["status"] == "completed" and s.errors(done) == {"1": "invalid_url"}
+        [good] = s.records(done["output_file_id"])
+    close([d["embedding"] for d in good["response"]["body"]["data"]], vectors(encoder))
 
 
 # elsewhere
@@ -612,7 +551,7 @@ def test_embed_by_a_worker_on_ray(tmp_path, folder, encoder, capfd, monkeypatch)
     command = f"embed -i in.txt -o out.jsonl --model {folder} --ray 1 --ray-cpus 1"
     assert main(command.split()) == 1
     assert "46 of 46 requests done, 1 failed" in capfd.readouterr().err
-    *found, last = read("out.jsonl")
+    *found, last = read_lines("out.jsonl")
     assert [r["line"] for r in found] == [*range(1, 46)] and last["line"] == 46
     assert "the model takes" in last["error"]["message"] and last["embedding"] is None
     close([r["embedding"] for r in found], vectors(encoder, rows[:-1]))

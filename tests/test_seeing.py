@@ -6,9 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from batchlab.llm.config import Limits
-from batchlab.errors import ParamError
 from batchlab.core.ledger import Ledger
-from batchlab import LLM
+from batchlab import LLM, ParamError, SamplingParams
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.llm.outputs import (
     CompletionOutput,
@@ -20,9 +19,7 @@ from batchlab.llm.outputs import (
     StreamEvent,
 )
 from batchlab.core.sampling import Logprob
-from batchlab.core.params import SamplingParams
-from batchlab.llm.shown import brief, short
-from helpers import BOOK, ROOT, greedy, ids, python
+from helpers import ROOT, but_compiler, greedy, ids, kept_model, python, scripted
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BAD = '<script>alert(1)</script> & "quotes" \x00 \ud800 '
@@ -35,21 +32,18 @@ def llm():
 
 def request(i, n=1, tokens=300):
     logprobs = [{t: Logprob(-0.5, 1, "x")} for t in range(tokens)]
-    answers = [
-        CompletionOutput(k, BAD * 40, [*range(tokens)], -150.0, logprobs, "length")
-        for k in range(n)
-    ]
-    return RequestOutput(
-        str(i), BAD * 40, [*range(tokens)], answers, prompt_logprobs=[None, *logprobs]
-    )
+    whole = BAD * 40, [*range(tokens)]
+    answers = [CompletionOutput(k, *whole, -150.0, logprobs, "length") for k in range(n)]
+    return RequestOutput(str(i), *whole, answers, prompt_logprobs=[None, *logprobs])
 
 
 MANY = Outputs(request(i, n=2) for i in range(200))
 ERROR = BAD * 50
+ANSWER = MANY[0].outputs[0]
 SHOWN = dict(
     outputs=MANY,
     output=MANY[0],
-    answer=MANY[0].outputs[0],
+    answer=ANSWER,
     failed=Outputs([RequestOutput(str(i), BAD, error=f"{i} {ERROR}") for i in range(200)]),
     empty=Outputs(),
     ids=RequestOutput("0", None, [*range(9000)]),
@@ -59,46 +53,12 @@ SHOWN = dict(
         "0",
         text=BAD * 40,
         token_ids=[*range(300)],
-        logprobs=MANY[0].outputs[0].logprobs,
+        logprobs=ANSWER.logprobs,
         output=MANY[0],
         finished=True,
     ),
-    plan=MemoryPlan(
-        200,
-        60_000,
-        60_000,
-        600,
-        64,
-        10**9,
-        10**8,
-        4608,
-        10**10,
-        {i: "why it is refused " * 4 for i in range(200)},
-        99,
-        64,
-    ),
-    stats=Stats(
-        dict(length=200),
-        60_000,
-        60_000,
-        5,
-        0,
-        0,
-        0,
-        0,
-        300,
-        0,
-        0,
-        64,
-        0,
-        64,
-        0,
-        9,
-        10**8,
-        0.123456789,
-        0.0123456789,
-        1234.56789,
-    ),
+    plan=MemoryPlan(200, *[10**10] * 8, {i: "why it is refused " * 4 for i in range(5000)}, 99, 64),
+    stats=Stats(dict(length=200), *[10**8] * 16, *[1234.56789] * 3),
     new=Stats({}, *[0] * 16, *[float("nan")] * 3),
     ledger=Ledger(10**9, 10**6, 1, 2, 3),
     limits=Limits(64, 512, None, 10**10, 0),
@@ -106,9 +66,8 @@ SHOWN = dict(
 
 
 @pytest.mark.parametrize("name", [*SHOWN])
-def test_shown_short_and_whole(name):
-    x = SHOWN[name]
-    assert 0 < len(repr(x)) < 1000
+def test_shown_short(name):
+    assert 0 < len(repr(SHOWN[name])) < 1000
 
 
 def test_engine_shown(llm):
@@ -124,13 +83,13 @@ def test_engine_shown(llm):
 
 def test_results_are_a_list(llm):
     outs = llm.generate(
-        ["Hi", "Once upon"], SamplingParams(temperature=0, max_tokens=4, logprobs=1), use_tqdm=False
+        ["Hi", "Once upon"], SamplingParams(temperature=0, max_tokens=4, logprobs=1)
     )
     assert isinstance(outs, list) and type(outs) is Outputs and type(outs[0]) is RequestOutput
     plain = [*outs]
     assert outs == plain and outs[:1] == plain[:1] and outs + plain == plain + plain
-    short, score = dict(max_tokens=1), llm.logprobs(["Hi there"], use_tqdm=False)
-    talk = llm.chat([[dict(role="user", content="Hi")]], short, use_tqdm=False)
+    short, score = dict(max_tokens=1), llm.logprobs(["Hi there"])
+    talk = llm.chat([[dict(role="user", content="Hi")]], short)
     lists = outs[:1], outs + [], outs.copy(), sum([outs, outs], []), score + outs, talk, score
     assert {type(x) for x in lists} == {Outputs}
     with pytest.raises(TypeError):
@@ -142,7 +101,7 @@ def test_results_are_a_list(llm):
 
 def test_failures_are_counted(llm):
     prompts = ["Hi", [10**9], [10**9 + 1], "x" * 9000]
-    outs = llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    outs = llm.generate(prompts, SamplingParams(max_tokens=2))
     head = repr(outs).splitlines()[0]
     assert head.startswith("4 results, 2 tokens; 3 failed: ") and f"{10**9}" in head
     assert "→ error: " in repr(outs) and "error: " in repr(outs[1])
@@ -157,12 +116,6 @@ def test_lists_of_anything():
         True,
     ]
     assert repr(Outputs(["x"])) == "['x']"
-
-
-def test_a_plan_names_ten_refusals():
-    refused = {i: "why" for i in range(5000)}
-    lines = str(MemoryPlan(5000, 0, 0, 0, 1, 0, 0, 0, 0, refused)).splitlines()
-    assert len(lines) == 13 and "4,990 more" in lines[-1]
 
 
 def test_the_bar_says_its_speed_ten_times_a_second(llm):
@@ -182,7 +135,7 @@ def test_the_bar_says_its_speed_ten_times_a_second(llm):
 def test_to_pandas(llm):
     pd = pytest.importorskip("pandas", reason="needs pandas")
     params = SamplingParams(n=2, max_tokens=3, seed=1, logprobs=2, ignore_eos=True)
-    outs = llm.generate(["Hi", "Once", [10**9]], params, use_tqdm=False)
+    outs = llm.generate(["Hi", "Once", [10**9]], params)
     table = outs.to_pandas()
     assert [*table.index] == [0, 0, 1, 1, 2] and [*table["index"]] == [0, 1, 0, 1, 0]
     counts = table[["index", "prompt_tokens", "completion_tokens", "cached_tokens"]]
@@ -197,11 +150,11 @@ def test_to_pandas(llm):
     assert [*joined.index] == [7, 7, 8, 8, 9] and [*joined.completion_tokens] == [3, 3, 3, 3, 0]
     with pytest.raises(ParamError, match="2 entries for 3 results"):
         outs.to_pandas(index=[1, 2])
-    plain = llm.generate(["Hi"], SamplingParams(max_tokens=3), use_tqdm=False).to_pandas()
+    plain = llm.generate(["Hi"], SamplingParams(max_tokens=3)).to_pandas()
     assert not {"logprobs", "cumulative_logprob"} & {*plain.columns}
     empty = Outputs().to_pandas()
     assert [*empty.columns] == [*plain.columns] and len(empty) == 0
-    scores = llm.logprobs(["Hi there", "Once"], use_tqdm=False)
+    scores = llm.logprobs(["Hi there", "Once"])
     assert [*scores.to_pandas().perplexity] == [s.perplexity for s in scores]
 
 
@@ -209,11 +162,6 @@ def test_to_pandas_without_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         MANY[:2].to_pandas()
-
-
-def test_short_texts():
-    assert short(" a \n b ", 9) == "a b" and short("abcdef", 4) == "abc…"
-    assert brief("a\nb", 9) == r"'a\nb'" and len(brief("x" * 99, 10)) == 12
 
 
 def test_event_logprobs(llm):
@@ -232,7 +180,7 @@ def test_event_logprobs(llm):
 def test_what_has_ended_is_freed_with_its_last_reader(llm):
     "No circle keeps it until the garbage is collected."
     params = SamplingParams(max_tokens=20, logprobs=5, ignore_eos=True)
-    run = lambda: llm.generate(["Hi there", "Once upon a time"] * 8, params, use_tqdm=False)
+    run = lambda: llm.generate(["Hi there", "Once upon a time"] * 8, params)
     count = lambda: sum(isinstance(x, Logprob) for x in gc.get_objects())
     run()
     gc.collect()
@@ -277,11 +225,10 @@ def test_close_lets_go_of_the_weights_that_an_interrupted_call_still_refers_to(
     tmp_path, monkeypatch
 ):
     "As a notebook does, which keeps the last traceback; and the next call reads the files again."
-    tiny_model("llama").save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    folder = kept_model(tmp_path)
     for how in (dict(compile=False), {}):
-        llm = LLM(str(tmp_path), **how)
-        ask = lambda: llm.generate(["Hi there", "You"], greedy(5), use_tqdm=False)
+        llm = LLM(folder, **how)
+        ask = lambda: llm.generate(["Hi there", "You"], greedy(5))
         want, backend = ids(ask()), type(llm.backend)
         execute = backend.execute
 
@@ -323,21 +270,16 @@ def test_a_notebook(monkeypatch):
     "A bar without being asked, and results short; none with `TQDM_DISABLE`, as in the book, or if told so."
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     silent = 'llm.generate(["Hi"], use_tqdm=False); None'
-    bar, quiet, shown, backend = in_a_kernel(RUN, silent, "outs", "llm")
-    assert len(bar) == 1 and not quiet
+    disabled = 'import os; os.environ["TQDM_DISABLE"] = "1"; llm.generate(["Hi"]); None'
+    bar, quiet, off, shown, backend = in_a_kernel(RUN, silent, disabled, "outs", "llm")
+    assert len(bar) == 1 and not quiet and not off
     assert "application/vnd.jupyter.widget-view+json" in bar[0].get("data", {}) or bar[0].text
     assert len(shown[0].data["text/plain"]) < 1000
     assert "torch backend" in backend[0].data["text/plain"]
-    monkeypatch.setenv("TQDM_DISABLE", "1")
-    assert in_a_kernel(RUN) == [[]]
 
 
-def test_no_bar_in_a_file(tmp_path):
-    out = python(RUN, cwd=tmp_path)
-    assert out.returncode == 0 and out.stderr == "", out.stderr
-
-
-def test_widgets_say_what_is_missing(tmp_path):
+def test_a_script_has_no_bar_in_a_file_and_needs_no_widgets(tmp_path):
+    "It is said what is missing where one is asked for."
     code = """
 import sys
 for missing in ('ipywidgets', 'IPython', 'comm'):
@@ -347,8 +289,9 @@ for missing in ('ipywidgets', 'IPython', 'comm'):
     except ImportError as e: print(e)
     del sys.modules[missing]
 """
-    out = python(code, cwd=tmp_path)
+    out = scripted(code + RUN, tmp_path)
     assert out.stdout.count("pip install 'batchlab[widgets]'\n") == 3, out.stderr
+    assert out.returncode == 0 and but_compiler(out.stderr) == "", out.stderr
 
 
 def test_timeline_of_an_llm(llm, tmp_path):
@@ -356,7 +299,7 @@ def test_timeline_of_an_llm(llm, tmp_path):
     from batchlab.errors import PromptError, TraceError
 
     llm = LLM(llm.model, llm.tokenizer, max_num_seqs=4, compile=False)
-    run = lambda llm, n: llm.generate(["Hi"], SamplingParams(max_tokens=n), use_tqdm=False)
+    run = lambda llm, n: llm.generate(["Hi"], SamplingParams(max_tokens=n))
     with pytest.raises(TraceError, match="llm.trace"):
         timeline(llm)
     with llm.trace() as first:
@@ -388,7 +331,7 @@ def test_cached_tokens_are_green(llm):
     )
     llm.reset_prefix_cache()
     with llm.trace() as trace:
-        outs = llm.generate([prompt] * 3, params, use_tqdm=False)
+        outs = llm.generate([prompt] * 3, params)
     lanes = slot_runs(trace.steps).values()
     runs = {run.request: run for lane in lanes for run in lane if run.cached}
     shares = [o.num_cached_tokens / len(o.prompt_token_ids) for o in outs]
@@ -403,32 +346,6 @@ def test_cached_tokens_are_green(llm):
         pass
     watch.trace.stop()
     assert green(timeline(trace).svg) and green(watch_picture(watch).svg)
-
-
-def defaults_of_files():
-    "`(temperature, max_tokens)` of each row of the table of defaults on the page on files, as text."
-    lines = "\n".join(BOOK["cells"](BOOK["find"]("87_files"), "markdown")).splitlines()
-    table = [[c.strip() for c in s.strip("|").split("|")] for s in lines if s.startswith("|")]
-    first = table.index(["", "`temperature`", "`max_tokens`"])
-    return [tuple(row[1:]) for row in table[first + 2 : first + 6]]
-
-
-def test_defaults_are_as_pages_and_help_say():
-    from batchlab.cli.flags import parser_of
-    from batchlab.jobs.lines import LINE_DEFAULTS
-
-    settings = [vars(SamplingParams()), *(LINE_DEFAULTS[k] for k in ("plain", "chat", "text"))]
-    forms = [(f"{d['temperature']:g}", d["max_tokens"]) for d in settings]
-    assert defaults_of_files() == [(t, str(n or "up to the context")) for t, n in forms]
-    (t, n), (own_t, own_n) = forms[:2]
-    said = (
-        f"temperature {t} and {n} tokens in Python, temperature {own_t} and {own_n} tokens on the"
-    )
-    assert said in " ".join(README.split())
-    for command in ("generate", "run", "plan"):
-        words = " ".join(parser_of(command).format_help().split())
-        assert f"Without these flags: temperature {own_t} and at most {own_n} tokens." in words
-        assert f"SamplingParams() has temperature {t} and {n} tokens" in words
 
 
 def test_readme_runs_from_top_to_bottom(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 "The recorder against the engine's own numbers, over drawn mixes, threads, faults and limits; and pictures of what comes of it."
 
-import contextlib, json, logging, random, re
+import contextlib, functools, json, logging, random, re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,39 +8,33 @@ from pathlib import Path
 from xml.dom.minidom import parseString
 
 import pytest, torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from batchlab.view import pictures
-from batchlab.view.drawing import Canvas
 from batchlab.llm.settings import STRATEGIES
-from batchlab import LLM
+from batchlab import LLM, SamplingParams
 from batchlab.errors import TraceError
 from batchlab.core.ledger import Ledger
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.runners import PackedRunner
-from batchlab.core.params import SamplingParams
 from batchlab.view.trace import Recorder, StepLog
-from batchlab.view.tracefile import LEDGER_FIELDS, PARTS, TraceRow, SlotRun, Trace, slot_runs
-from helpers import greedy, ids
+from batchlab.view.tracefile import LEDGER_FIELDS, PARTS, TraceRow, Trace, slot_runs
+from helpers import examples, greedy, ids
 
-MODELS = {}
 V2 = Path(__file__).parent / "data" / "trace_v2.json"
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    log, before = logging.getLogger("batchlab"), torch.get_num_threads()
-    torch.set_num_threads(1)
+def quiet(one_thread):
+    log = logging.getLogger("batchlab")
     log.setLevel(logging.CRITICAL)
     yield
-    torch.set_num_threads(before)
     log.setLevel(logging.NOTSET)
 
 
+@functools.cache
 def model(arch):
-    if arch not in MODELS:
-        MODELS[arch] = tiny_model(arch)
-    return MODELS[arch]
+    return tiny_model(arch)
 
 
 def made(arch="llama", **kw):
@@ -150,7 +144,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@examples(40)
 @given(cases())
 def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
     llm = made(
@@ -350,23 +344,26 @@ def test_files(tmp_path):
 WHOLE = V2.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        *(WHOLE[:cut] for cut in (0, 1, len(WHOLE) // 3, len(WHOLE) - 2)),
-        b"\xff\xfe\x00",
-        b"null",
-        b"[]",
-        b"{}",
-        b'{"format":"batchlab-trace"}',
-        b"[" * 10**5,
-    ],
-    ids="empty byte third cut bytes null list object unversioned deep".split(),
+OTHERS = dict(
+    **{f"cut {cut}": WHOLE[:cut] for cut in (0, 1, len(WHOLE) // 3, len(WHOLE) - 2)},
+    bytes=b"\xff\xfe\x00",
+    null=b"null",
+    list=b"[]",
+    object=b"{}",
+    unversioned=b'{"format":"batchlab-trace"}',
+    deep=b"[" * 10**5,
 )
-def test_a_file_that_is_no_trace_is_refused_by_name(data, tmp_path):
-    (tmp_path / "other.json").write_bytes(data)
-    with pytest.raises(TraceError, match="other.json"):
+for version in (1, 3, 99, 0, -1, True, "2", 2.0, None):
+    whole = json.loads(WHOLE) | dict(version=version)
+    OTHERS[f"version {version!r}"] = json.dumps(whole).encode()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_that_is_no_trace_is_refused_by_name(name, tmp_path):
+    (tmp_path / "other.json").write_bytes(OTHERS[name])
+    with pytest.raises(TraceError, match="other.json") as e:
         Trace.load(tmp_path / "other.json")
+    assert not name.startswith("version") or name in str(e.value)
 
 
 def test_a_file_of_version_2_still_opens(tmp_path):
@@ -380,13 +377,6 @@ def test_a_file_of_version_2_still_opens(tmp_path):
     for draw in (pictures.timeline, pictures.waste):
         parsed(draw(V2).svg)
     assert check_events(t.events()["traceEvents"]) and t.frame().shape[0] == len(t.steps)
-
-
-@pytest.mark.parametrize("version", [1, 3, 99, 0, -1, True, "2", 2.0, None])
-def test_a_file_of_an_unknown_version_is_refused(version, tmp_path):
-    (tmp_path / "new.json").write_text(json.dumps(json.loads(WHOLE) | dict(version=version)))
-    with pytest.raises(TraceError, match=f"version {re.escape(repr(version))}"):
-        Trace.load(tmp_path / "new.json")
 
 
 @pytest.mark.parametrize("count", [1, 2, 24, 500])
@@ -427,10 +417,6 @@ def test_many_steps_become_few_shapes():
     assert len(steps) > 4000
     svg = pictures.timeline(long).svg
     assert parsed(svg) and len(svg) < 150_000
-    busy = [SlotRun(i, i + 1, "prefill", i) for i in range(10_000)]
-    c = Canvas()
-    pictures.draw_lanes(c, {("packed", slot): busy for slot in range(24)}, 58, 844, 17)
-    assert len(c.under["prefill"]) <= 24 * 400
     for lane in slot_runs(long.steps).values():
         assert len(lane) < len(steps) / 6 and all(a.end <= b.first for a, b in pairwise(lane))
 
@@ -492,4 +478,3 @@ def test_traces_without_drafts_are_read():
     assert old.ledger.drafted == old.ledger.rejected == 0 < old.ledger.useful
     assert old.events()["traceEvents"] and "wrong" not in pictures.waste(old).desc
     assert "7 wrong drafts" in pictures.waste(dict(a=Ledger(useful=5, rejected=7))).desc
-    assert Ledger().waste == 1
