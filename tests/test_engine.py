@@ -181,7 +181,7 @@ def test_whatever_the_mix_each_request_gets_what_it_gets_alone(case):
     size = dict(max_num_seqs=case["seqs"], max_num_batched_tokens=case["budget"])
     llm.loaded.limits = choose_limits(model, llm.loaded.shapes, kv_cache_bytes=kv, **size)
     llm.loaded.settings = dataclasses.replace(llm.settings, enable_prefix_caching=case["caching"])
-    llm.engines.configure()
+    llm.engines.apply_limits()
     ends, want = {}, {}
 
     def end(e):

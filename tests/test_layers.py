@@ -11,7 +11,7 @@ from batchlab.fast import fused
 from batchlab.fast.experts import PackedExperts, describe_router
 from batchlab.fast.fused import Fused, FusedBackend, fuse
 from batchlab.fast.int8 import Int8Linear
-from batchlab.fast.layers import FAMILIES, Family, check_family, describe_layer
+from batchlab.fast.layers import FAMILIES, Family, family_of, describe_layer
 from batchlab.fast.native import DTYPES
 from batchlab.fast.packed import PlainLinear
 from batchlab.core.batch import pack_rows
@@ -217,7 +217,7 @@ def test_what_is_refused(kernels):
         ("gpt2", dict(add_cross_attention=True), "attends to another"),
     ):
         with pytest.raises(Unavailable, match=why):
-            check_family(tiny(family, **more))
+            family_of(tiny(family, **more))
     router = tiny("phimoe").model.layers[0].mlp.router
     with pytest.raises(Unavailable, match="PhimoeTopKRouter is none"):
         describe_router(router, 64)

@@ -122,7 +122,7 @@ def answers_of(outs):
 
 def drafted(llm):
     "How many tokens `llm` drafted, and how many of them were wrong."
-    past, now = llm.engines.past, llm.ledger
+    past, now = llm.engines.past_ledger, llm.ledger
     return past.drafted + now.drafted, past.rejected + now.rejected
 
 

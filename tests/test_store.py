@@ -649,11 +649,11 @@ def test_what_one_step_loads_is_limited(model, tmp_path, monkeypatch):
 
 def test_a_config_that_changes_leaves_the_store_of_a_packed_model(tmp_path, caplog):
     llm = LLM(str(tiny_gguf(tmp_path / "tiny.gguf")), prefix_store=tmp_path / "store")
-    if not llm.engines.packed:
+    if not llm.engines.runs_packed_copy:
         pytest.skip("this machine has no kernels")
     assert llm.engines.store is not None
     llm.model.config.rms_norm_eps = 0.5
-    llm.engines.begin()
+    llm.engines.begin_call()
     assert llm.engines.store is None and "config has changed" in caplog.text
 
 
@@ -693,7 +693,7 @@ def test_settings_of_torch_that_change_turn_the_store_off(model, tmp_path, caplo
     llm = opened(model, tmp_path)
     try:
         torch.use_deterministic_algorithms(True)
-        llm.engines.begin()
+        llm.engines.begin_call()
     finally:
         torch.use_deterministic_algorithms(False)
     assert llm.engines.store.writer.off and "settings of torch" in caplog.text

@@ -158,7 +158,7 @@ def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
     if case["kv"] and llm.limits.kv_bytes_per_token:
         llm.limits.kv_bytes = case["kv"] * llm.limits.kv_bytes_per_token
         llm.limits.max_model_len = min(llm.max_model_len or 10**9, case["kv"])
-        llm.engines.configure()
+        llm.engines.apply_limits()
     texts, prompts = {}, prompts_of(12, 1)
     for i, (p, n, answers, priority, wait) in enumerate(case["requests"]):
         for _ in range(wait):
@@ -181,10 +181,12 @@ def test_whatever_ran_the_trace_counts_as_the_engine_does(case):
                 llm.cancel(str(i))
         assert steps < 2000
     ledger = vars(
-        Ledger(*(getattr(llm.engines.past, k) + getattr(llm.ledger, k) for k in LEDGER_FIELDS))
+        Ledger(
+            *(getattr(llm.engines.past_ledger, k) + getattr(llm.ledger, k) for k in LEDGER_FIELDS)
+        )
     )
     agrees(llm.recorder, llm, ledger)
-    assert not llm.recorder.request_log.here
+    assert not llm.recorder.request_log.unfinished
     assert {r["id"]: "".join(r["pieces"]) for r in llm.recorder.requests} == texts
 
 
@@ -240,7 +242,7 @@ def test_recorders_come_and_go_while_a_thread_runs():
         for _ in range(30):
             with llm.trace(text=False) as brief:
                 json.dumps(brief.data)
-            json.dumps(whole.since(max(0, whole.num_steps - 2)))
+            json.dumps(whole.steps_from(max(0, whole.num_steps - 2)))
     whole.stop().stop()
     assert llm.watchers == []
     agrees(whole, llm)
@@ -324,7 +326,7 @@ def test_limits_hold_and_sums_stay():
     texts = [
         len(r["prompt_ids"]) + len(r["output_ids"]) for r in kept.values() if "prompt_ids" in r
     ]
-    assert sum(texts) == small.request_log.num_text <= 500 and small.dropped["texts"]
+    assert sum(texts) == small.request_log.num_text_tokens <= 500 and small.dropped["texts"]
     last, own = whole.steps[-1], small.steps[-1]
     assert own == last | {k: own[k] for k in (*PARTS, "start", "rows")}
     for r, w in ((kept[n], whole.request(n)) for n in kept):

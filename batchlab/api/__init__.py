@@ -208,7 +208,7 @@ class LLM:
         self.loaded = LoadedModel(self.settings)
         self.adapters = open_for(self.loaded) if enable_lora or lora_modules else None
         self.watchers: list[Callable[..., None]] = []  # of engines and requests, see `Delivery`
-        self.engines = Engines(self.loaded, self.watchers, self._attach, self.adapters)
+        self.engines = Engines(self.loaded, self.watchers, self._find_parts, self.adapters)
         self.loop = Loop(self.engines, self.watchers)
         self.recorder: Recorder | None = None  # the last there was
         self.report: Report | None = None  # of the last `verify`
@@ -216,7 +216,7 @@ class LLM:
         if trace:
             self.trace().start()
 
-    def _attach(self) -> tuple[Lookup | None, int | None]:
+    def _find_parts(self) -> tuple[Lookup | None, int | None]:
         """The parts that depend on how the model runs: what drafts tokens, and how long a text may
         be."""
         return make_proposer(self.loaded), self.pooler.limit

@@ -28,8 +28,8 @@ static void take(T* x, const i64* rows, i64 n, i64 width) {  // ascending
 // Part 0: what the layer before left is added to the residual stream, then the norm before attention
 template <class T>
 static inline void begin_row(const Layer* before, const Layer& layer, T* stream, T* projected, T* mlp_out, T* normed, i64 width) {
-    if (before && before->parallel) add_row(stream, projected, before->after, before->behind, before->residual, width);
-    if (before) add_row(stream, mlp_out, before->mlp_after, before->behind, before->residual, width);
+    if (before && before->parallel) add_row(stream, projected, before->after, before->norm_sums, before->residual, width);
+    if (before) add_row(stream, mlp_out, before->mlp_after, before->norm_sums, before->residual, width);
     if (layer.before.kind) norm_row(stream, normed, layer.before, 0, width);
 }
 template <class T>
@@ -67,7 +67,7 @@ static void attend_layer(const Layer& layer, const Step& step, bool last) {
 // Part 4: what attention gave is added to the residual stream, then the norm before the MLP
 template <class T>
 static inline void middle_row(const Layer& layer, T* stream, T* projected, T* normed, i64 width) {
-    if (!layer.parallel) add_row(stream, projected, layer.after, layer.behind, layer.residual, width);
+    if (!layer.parallel) add_row(stream, projected, layer.after, layer.norm_sums, layer.residual, width);
     if (layer.mlp_before.kind) norm_row(stream, normed, layer.mlp_before, 0, width);
 }
 template <class T>

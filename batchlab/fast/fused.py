@@ -42,8 +42,8 @@ from batchlab.fast.kernels import (
     usable_kernels,
     whole_rows,
 )
-from .layers import ENCODERS, Family, Rotations, attention_specs, check_family
-from .layers import base_of, first_of, head_of, layers_of, linears_of, mixture_of
+from .layers import ENCODERS, Family, Rotations, attention_specs, family_of
+from .layers import base_of, first_of, lm_head_of, layers_of, linears_of, mixture_of
 from .layers import as_linear, describe_layer, describe_norm, describe_rotations
 from batchlab.fast.native import (
     PARTS,
@@ -230,7 +230,7 @@ class FusedWeights:
         linear: MakeLinear = PackedLinear,
         specs: Sequence[AttentionSpec] | None = None,
     ) -> None:
-        family, self.packer = check_family(model), WeightPacker(kernels, own, linear)
+        family, self.packer = family_of(model), WeightPacker(kernels, own, linear)
         packer = self.packer
         self.model, self.kernels, self.specs = model, kernels, attention_specs(model, specs)
         self.rotations, self.kinds = describe_rotations(model)
@@ -240,7 +240,7 @@ class FusedWeights:
             model, family, self.specs, self.modules, experts=self.experts, rotations=self.rotations
         )
         make = getattr(linear, "head", linear)
-        self.head = None if head_of(model) is None else packer.join([model.lm_head], make=make)
+        self.head = None if lm_head_of(model) is None else packer.join([model.lm_head], make=make)
         self.embedding = FusedEmbedding(model, packer)
         self._describe_end(self.layers[len(self.modules)])
         self.outside, self.nbytes = parts_outside(self.layers), packer.nbytes
@@ -536,7 +536,7 @@ def fuse(
     if model.dtype.itemsize < 4 and any(hasattr(m, "experts") for m in model.modules()):
         probe = ProbeOfMixture(model, probe_rows(model), probe=probe)
     if probe is None:
-        probe = (StateProbe if head_of(model) is None else Probe)(model, probe_rows(model))
+        probe = (StateProbe if lm_head_of(model) is None else Probe)(model, probe_rows(model))
     packs = linear is pack_linears and in_blocks(model)
     kept = panels_of(model, kernels) if packs else None
     packed = partial(linear, kept=kept) if packs else PlainLinear

@@ -26,20 +26,21 @@ struct Experts {                         // chapter 24
     const float* bias;                   // added for the choice only, or null
 };
 struct Layer {
-    Norm before, query, key, after;  // of attention's input, of queries, of keys, of attention's result
-    Norm mlp_before, mlp_after;      // of the MLP's input and result
-    Linear qkv, out, gate_up, down;  // queries, keys, values; attention's output; gate and up, or up alone; down
-    Activation act;                  // between gate_up and down
-    Experts experts;                 // in place of the MLP, or beside it
-    Shape shape;                     // heads, and where they are in rows and in the cache
-    void *keys, *values;             // of this layer in the cache
-    const float *cos, *sin;          // [positions, rotated / 2], or null
-    i64 rotated;                     // dims of a head that are rotated
-    i64 interleaved, exact;          // a dim's partner is its neighbour; only sums are rounded, not products
-    i64 whole, late;                 // norms of queries and keys: over all heads at once; after the rotation
-    i64 parallel, by_head;           // MLP and attention have one input; a head's query, key and value are side by side
-    i64 behind;                      // `after` and `mlp_after` are of the sum, not of what is added
-    float residual;                  // what is added to the residual stream is multiplied by this
+    Norm before, query, key, after;   // of attention's input, of queries, of keys, of attention's result
+    Norm mlp_before, mlp_after;       // of the MLP's input and result
+    Linear qkv, out, gate_up, down;   // queries, keys, values; attention's output; gate and up, or up alone; down
+    Activation act;                   // between gate_up and down
+    Experts experts;                  // in place of the MLP, or beside it
+    Shape shape;                      // heads, and where they are in rows and in the cache
+    void *keys, *values;              // of this layer in the cache
+    const float *cos, *sin;           // [positions, rotated / 2], or null
+    i64 rotated;                      // dims of a head that are rotated
+    i64 interleaved, exact_rotation;  // a dim's partner is its neighbour; only sums are rounded, not products
+    i64 norm_all_heads;               // norms of queries and keys are over all heads at once
+    i64 norm_after_rotation;          // of queries and keys
+    i64 parallel, by_head;            // MLP and attention have one input; a head's query, key and value are side by side
+    i64 norm_sums;                    // `after` and `mlp_after` are of the sum, not of what is added
+    float residual;                   // what is added to the residual stream is multiplied by this
 };
 
 struct Step {
@@ -88,14 +89,14 @@ static inline void norm_row(const T* in, T* out, const Norm& norm, i64 at, i64 w
 // Adds to a row of the residual stream what attention or the MLP gives, times `factor`. The norm `after` comes first, or `behind`
 // the sum.
 template <class T>
-static inline void add_row(T* stream, T* added, const Norm& after, bool behind, float factor, i64 width) {
-    if (after.kind && !behind) norm_row(added, added, after, 0, width);
+static inline void add_row(T* stream, T* added, const Norm& after, bool norm_sum, float factor, i64 width) {
+    if (after.kind && !norm_sum) norm_row(added, added, after, 0, width);
     for (i64 i = 0; i < width; i += W) {
         vf v = load(added + i);
         if (factor != 1) v = as(added, v * factor);
         store(stream + i, load(stream + i) + v);
     }
-    if (after.kind && behind) norm_row(stream, stream, after, 0, width);
+    if (after.kind && norm_sum) norm_row(stream, stream, after, 0, width);
 }
 
 // Rows by themselves, for fast.modules
@@ -160,7 +161,7 @@ static inline void rotate_row(T* x, const float* cos, const float* sin, const La
             T *a = x + 2 * i, *b = a + 1;
             const vf p = all(one(a)), q = all(one(b));
             vf pc = p * cos[i], qs = q * sin[i], qc = q * cos[i], ps = p * sin[i];
-            if (!layer.exact) pc = as(x, pc), qs = as(x, qs), qc = as(x, qc), ps = as(x, ps);
+            if (!layer.exact_rotation) pc = as(x, pc), qs = as(x, qs), qc = as(x, qc), ps = as(x, ps);
             part_store(a, pc - qs, 1), part_store(b, qc + ps, 1);
         }
         return;
@@ -169,7 +170,7 @@ static inline void rotate_row(T* x, const float* cos, const float* sin, const La
         const int m = std::min<i64>(W, half - i);
         vf p = part(x + i, m), q = part(x + half + i, m), c = part(cos + i, m), s = part(sin + i, m);
         vf pc = p * c, qs = q * s, qc = q * c, ps = p * s;
-        if (!layer.exact) pc = as(x, pc), qs = as(x, qs), qc = as(x, qc), ps = as(x, ps);
+        if (!layer.exact_rotation) pc = as(x, pc), qs = as(x, qs), qc = as(x, qc), ps = as(x, ps);
         part_store(x + i, pc - qs, m);
         part_store(x + half + i, qc + ps, m);
     }
@@ -189,7 +190,7 @@ static void prepare(const Layer& layer, const Step& step) {
     const i64 rotated = shape.heads + shape.kv_heads, heads = rotated + shape.kv_heads;
     T* qkv = (T*)step.qkv;
     if (step.whole && !layer.rotated && !layer.query.kind) return;
-    if (layer.whole) {
+    if (layer.norm_all_heads) {
 #pragma omp for
         for (i64 t = 0; t < step.tokens; t++) {
             T *q = qkv + t * shape.q_token, *k = q + shape.heads * shape.dim;
@@ -205,12 +206,12 @@ static void prepare(const Layer& layer, const Step& step) {
             const bool query = h < shape.heads;
             const Norm& norm = query ? layer.query : layer.key;
             const i64 at = (query ? h : h - shape.heads) * shape.dim;
-            if (norm.kind && !layer.whole && !layer.late) norm_row(x, x, norm, at, shape.dim);
+            if (norm.kind && !layer.norm_all_heads && !layer.norm_after_rotation) norm_row(x, x, norm, at, shape.dim);
             if (layer.rotated) {
                 const i64 row = step.rotation_rows[t] * (layer.rotated / 2);
                 rotate_row(x, layer.cos + row, layer.sin + row, layer);
             }
-            if (norm.kind && layer.late) norm_row(x, x, norm, at, shape.dim);
+            if (norm.kind && layer.norm_after_rotation) norm_row(x, x, norm, at, shape.dim);
             if (!query && !step.whole) write_key(shape, x, (T*)layer.keys, h - shape.heads, place);
         } else if (!step.whole)
             write_value(shape, x, (T*)layer.values, h - rotated, place);

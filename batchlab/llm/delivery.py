@@ -108,13 +108,13 @@ class Delivery:
                 cached_tokens=r.num_cached_tokens or 0,
             )
             r.group = None  # no circle: it is freed with its last reader
-            self.engines.kinds.pop(r, None)
+            self.engines.kind_of.pop(r, None)
 
 # %% ../../nbs/4_llm/delivery.ipynb #25830771
 def stats_of(engines: Engines, delivery: Delivery) -> Stats:
     "The `Stats` of this moment."
     d, each = delivery.sums, list(engines.values())
-    all_time = sum_ledgers([engines.past, engines.ledger])
+    all_time = sum_ledgers([engines.past_ledger, engines.ledger])
     mean = lambda name: d[name] / d[f"n {name}"] if d[f"n {name}"] else math.nan
     schedulers = [e.scheduler for e in each]
     pools, running = [s.pool for s in schedulers], sum(len(s.running) for s in schedulers)
@@ -153,7 +153,9 @@ def stats_of(engines: Engines, delivery: Delivery) -> Stats:
         else 0,  # else none are kept
         time_to_first_token=mean("time_to_first_token"),
         time_per_token=mean("time_per_token"),
-        tokens_per_second=d["output_tokens"] / engines.seconds if engines.seconds else math.nan,
+        tokens_per_second=d["output_tokens"] / engines.step_seconds
+        if engines.step_seconds
+        else math.nan,
         drafted_tokens=all_time.drafted,
         accepted_tokens=all_time.drafted - all_time.rejected,
         drafts={k: (n["drafted"], n["right"]) for k, n in list(counts.items())},

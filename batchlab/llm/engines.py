@@ -33,32 +33,47 @@ from ..machine import release_threads
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'Attach', 'AdapterRules', 'Engines']
+__all__ = ['log', 'FindParts', 'AdapterRules', 'Engines']
 
 # %% ../../nbs/4_llm/engines.ipynb #dd51214a
 class AdapterRules(Protocol):
-    "The interface that engines ask of adapters."
+    """The interface that engines ask of adapters.
 
-    by_content: bool  # whether a request shares blocks with those of the same files, by any name
+    `by_content`: whether KV is shared between adapters of the same content, so that it can outlive
+    the process; else only between requests that name the same one."""
 
-    def bind(self, backend: Backend, shapes: Sequence[KVShape] | None) -> None: ...
-    def may_enter(self, r: Request, running: Sequence[Request]) -> bool: ...
-    def root_of(self, r: Request) -> bytes: ...
-    def unload(self) -> None: ...
+    by_content: bool
+
+    def bind(self, backend: Backend, shapes: Sequence[KVShape] | None) -> None:
+        """Run on `backend` from now on. `shapes`: of the model's KV, None if it does not run
+        packed, for which adapters raise `UnsupportedModelError`."""
+
+    def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
+        "Whether `r` may join those that are `running`."
+
+    def root_of(self, r: Request) -> bytes:
+        "What the KV of `r` depends on besides its tokens."
+
+    def unload(self) -> None:
+        "Give back the memory of all weights: they are read again when asked for."
 
 
-Attach = Callable[[], tuple[Any, int | None]]  # a proposer or None, most tokens of a text or None
+# the proposer of drafts, and the most tokens of a text to embed, as the model runs now; or None
+FindParts = Callable[[], tuple[Any, int | None]]
 
 # %% ../../nbs/4_llm/engines.ipynb #3dab0a49
 class Engines(dict[str, Engine]):
-    """The engines of a `loaded` model by kind of request, see `select_runner`, over one budget of
-    KV. For the thread that holds the loop's `mutex`. Raises `UnsupportedModelError`,
-    `CompileError`, `ParamError`.
+    """The engines of a `loaded` model, by the kind of request that each runs: 'packed', 'padded',
+    'beyond' or 'solo', see `select_runner`. Each is made with the first request of its kind. All
+    share one `budget` of KV. For the thread that holds the loop's `mutex`. Raises
+    `UnsupportedModelError`, `CompileError`, `ParamError`.
 
-    `watchers`: told of each step, see `Engine`. `kinds`: of all requests that have not been told
-    of. `past`: the ledger of all calls before this one; `past_steps`: steps of engines that are
-    gone; `seconds`: time spent in steps; `last`: the kind that stepped last; `paces`: how much of
-    a step preemptible requests get. `store`: where blocks outlive the process, or None."""
+    `watchers`: told of each step, see `Engine`. `find_parts`: called whenever it was found out how
+    the model runs; gives `proposer`. `kind_of`: the kind of each request until its prompt is
+    done. `past_ledger`: positions of all calls before this one; `past_steps`: steps of engines
+    that were dropped; `step_seconds`: time spent in all steps; `last_kind`: the kind that stepped
+    last; `paces`: by kind, how much of a step preemptible requests get. `store`: where blocks
+    outlive the process, or None. `weights_digest`: 16 hex digits that tell weights apart."""
 
     store: PrefixStore | None = None
 
@@ -66,80 +81,84 @@ class Engines(dict[str, Engine]):
         self,
         loaded: LoadedModel,
         watchers: list[Callable[..., None]],
-        attach: Attach = lambda: (None, None),
+        find_parts: FindParts = lambda: (None, None),
         adapters: AdapterRules | None = None,
     ) -> None:
         super().__init__()
-        self.loaded, self.watchers, self.attach, self.adapters = loaded, watchers, attach, adapters
-        self.past = Ledger()
+        self.loaded, self.watchers = loaded, watchers
+        self.find_parts, self.adapters = find_parts, adapters
+        self.past_ledger = Ledger()
         self.past_steps = 0
-        self.seconds = 0.0
-        self.last = ""
+        self.step_seconds = 0.0
+        self.last_kind = ""
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
-        self.kinds: dict[Request, str] = {}
-        self.opened: PreTrainedModel | None = None  # the model that the backend is for
-        self.state: dict[str, int] = {}  # its `model_state` then
+        self.kind_of: dict[Request, str] = {}
+        self.opened_model: PreTrainedModel | None = None  # the model that the backend was made for
+        self.opened_state: dict[str, int] = {}  # its `model_state` then
         self.open()
 
     @property
-    def busy(self) -> list[str]:
-        "The kinds that have something to do."
+    def busy_kinds(self) -> list[str]:
+        "The kinds of which a request waits or runs."
         return [kind for kind, e in self.items() if e.scheduler.has_unfinished]
 
     @property
     def ledger(self) -> Ledger:
-        "The positions of this call."
+        "The positions since `begin_call` was last called."
         return sum_ledgers([e.ledger for e in list(self.values())])
 
     @property
-    def fixed(self) -> bool:
-        "Whether nobody can change the weights: all that is left of them lies in the backend."
+    def weights_fixed(self) -> bool:
+        "Whether nobody can change the weights: an own model has given them up to its backend."
         return self.loaded.own and self.loaded.backend.nbytes > 0
 
     # a model, as it is now
 
     def open(self) -> None:
-        """Find out how the model runs as it is now, and begin with no engines. Raises
-        `UnsupportedModelError`, `CompileError`, `ParamError`."""
+        """Find out how the model runs as it is now: its backend, its store, its parts and its
+        limits. There are no engines then. Raises `UnsupportedModelError`, `CompileError`,
+        `ParamError`."""
         loaded, model = self.loaded, self.loaded.model
-        self.state, self.opened = {}, None  # should it fail, the next call tries again
-        self.weights_digest = weights_digest(model)  # now, as an own model gives its weights up
+        self.opened_state, self.opened_model = {}, None  # if this fails, the next call tries again
+        self.weights_digest = weights_digest(model)  # before an own model gives its weights up
         known = facts_for_store(loaded)
         loaded.probe()
         backend = loaded.backend
         if self.adapters is not None:
             self.adapters.bind(backend, loaded.shapes)
         log.info("%s runs on: %s. %s", type(model).__name__, backend.name, backend.why)
-        self.store = open_store(loaded, known, self.fixed)
+        self.store = open_store(loaded, known, self.weights_fixed)
         if self.store is not None and self.adapters is not None:
             self.adapters.by_content = True
-        self.proposer, text_limit = self.attach()
+        self.proposer, text_limit = self.find_parts()
         trim_memory(cuda=False)  # what loading, trials and packing took and freed
         loaded.choose_limits(text_limit)
-        self.configure()
+        self.apply_limits()
         release_threads()  # another thread may make the steps
-        self.opened, self.state = model, model_state(model)  # an own one has given weights up
+        self.opened_model = model
+        self.opened_state = model_state(model)  # after an own one gave up its weights
 
-    def configure(self) -> None:
-        "Begin with no engines, within the limits of the model."
+    def apply_limits(self) -> None:
+        "Drop all engines: those made from now on keep the limits of the model as they are now."
         limits = self.loaded.limits
         limits.fit(self.loaded.backend.block_size)
         self.budget = KVBudget(limits.kv_tokens, self._give_back_idle)
         self.clear()
 
-    def begin(self) -> None:
-        """A call begins while nobody runs: what was counted so far belongs to the past, and the
-        model may be another. Raises `ModelError`."""
-        self.past = sum_ledgers([self.past, self.ledger])
+    def begin_call(self) -> None:
+        """Call it while nothing runs, before new requests are added: what was counted so far goes
+        to `past_ledger`, and a model that was changed meanwhile is opened anew. Raises `ModelError`
+        if it can't be, and what `open` raises."""
+        self.past_ledger = sum_ledgers([self.past_ledger, self.ledger])
         for e in self.values():
             e.runner.ledger, e.scheduler.ledger = Ledger(), Ledger()
         now = model_state(self.loaded.model)
-        changed = [k for k in now if now[k] != self.state.get(k)]
+        changed = [k for k in now if now[k] != self.opened_state.get(k)]
         if not changed:
             if self.store is not None:
-                self.store.look()
+                self.store.look()  # off from now on, if torch is set otherwise by now
             return
-        if self.packed and {"weights", "modules"} & {*changed}:
+        if self.runs_packed_copy and {"weights", "modules"} & {*changed}:
             raise ModelError(
                 f"{' and '.join(changed)} of llm.model changed, and what runs is the packed copy "
                 "that LLM made of it: call llm.reload_weights(), which reads its files again, or "
@@ -148,53 +167,56 @@ class Engines(dict[str, Engine]):
         self.reopen()
 
     @property
-    def packed(self) -> bool:
-        return self.fixed and self.opened is self.loaded.model
+    def runs_packed_copy(self) -> bool:
+        "Whether the backend runs on its own copy of the weights, of the model that is loaded now."
+        return self.weights_fixed and self.opened_model is self.loaded.model
 
     def reopen(self) -> None:
-        """Forget all that was computed, and run the model as it is now. Raises
-        `UnsupportedModelError`, `CompileError`."""
+        """Drop all engines with what they computed, and run the model as it is now; a packed copy
+        runs on, without its store if the config has changed. Raises what `open` raises."""
         for e in self.values():
             e.reset()
-        self._leave_engines()
-        if not self.packed:
+        self._drop_engines()
+        if not self.runs_packed_copy:
             return self.open()
         now = model_state(self.loaded.model)
-        if self.store is not None and now["config"] != self.state["config"]:
-            self.store = None  # its world is another
+        if self.store is not None and now["config"] != self.opened_state["config"]:
+            self.store = None  # its blocks are for the config as it was
             log.warning(
                 "the prefix store is off: llm.model.config has changed; call llm.reload_weights()"
             )
-        self.state = now
+        self.opened_state = now
 
-    def _leave_engines(self) -> None:
+    def _drop_engines(self) -> None:
+        "Drop all engines, and keep count of their steps."
         self.past_steps += sum(e.num_steps for e in self.values())
         self.clear()
 
-    def forget(self) -> None:
-        "Forget what requests left in the blocks; a store keeps it."
+    def forget_blocks(self) -> None:
+        "Forget what requests that ended left in the blocks; a store gets it first, if any."
         self.keep_blocks()
         for e in self.values():
             e.scheduler.pool.forget()
 
     def keep_blocks(self) -> None:
-        "Write what is left in the blocks into the store, if there is one. Never fails."
+        "Write what requests that ended left in the blocks into the store, if any. Never fails."
         if self.store is not None:
             self.store.keep([e.scheduler.pool for e in list(self.values())])
 
     def release(self) -> None:
-        "Give back the memory of keys and values, and of adapters."
+        "Give back the memory of KV and adapters. Engines stay; requests that ran wait again."
         for e in self.values():
             e.reset()
         if self.adapters is not None:
             self.adapters.unload()
 
     def close(self) -> None:
-        "Give up the backend, with the weights in it, and the engines: the next call opens one."
-        self.past = sum_ledgers([self.past, self.ledger])
-        self._leave_engines()
-        self.state, self.opened = {}, None
+        "Give up the engines, and the backend with its weights: `begin_call` opens them anew."
+        self.past_ledger = sum_ledgers([self.past_ledger, self.ledger])
+        self._drop_engines()
+        self.opened_state, self.opened_model = {}, None
         about = {k: getattr(self.loaded.backend, k) for k in ("name", "why", "block_size")}
+        # what others may still ask of it
         stand_in = SimpleNamespace(**about, nbytes=0, batch_invariant=False)
         self.loaded.backend = cast(Backend, stand_in)
         if self.store is not None:
@@ -203,7 +225,8 @@ class Engines(dict[str, Engine]):
     # requests
 
     def add(self, r: Request) -> None:
-        "Queue `r` with the engine of its kind. Raises `BatchError`."
+        """Queue `r` with the engine of its kind, which is made if there is none. Raises
+        `BatchError`, also if `r` has an adapter and can't run packed."""
         loaded = self.loaded
         kind = select_runner(r, loaded.switch, loaded.shapes, loaded.paddable)
         if r.adapter and kind != "packed":
@@ -213,11 +236,11 @@ class Engines(dict[str, Engine]):
         if kind not in self:
             self[kind] = self._packed_engine() if kind == "packed" else self._padded_engine(kind)
         self[kind].scheduler.add(r)
-        self.kinds[r] = kind
+        self.kind_of[r] = kind
 
     def end(self, r: Request, reason: str) -> None:
-        "End `r` for a `reason`, in its engine if it has come that far."
-        kind = self.kinds.get(r)
+        "End `r` for a `reason`: by its engine, or, if it was never queued, by itself."
+        kind = self.kind_of.get(r)
         if kind and r.finish_reason is None:
             self[kind].scheduler.finish(r, reason)
         else:
@@ -243,11 +266,12 @@ class Engines(dict[str, Engine]):
         return Engine(scheduler, runner, self.watchers, "packed")
 
     def _padded_engine(self, kind: str) -> Engine:
-        "The engine of a `kind` that does not run packed, by the strategy."
+        """An engine of `kind` 'padded', 'beyond' or 'solo'; the order of requests, and whether new
+        ones wait for a whole batch to end, are by the strategy."""
         limits, model = self.loaded.limits, self.loaded.model
         strategy, solo = self.loaded.settings.strategy, kind == "solo"
-        begins = lambda r: chunk_keys(r.prompt_ids[: 3 * CHUNK])[-1:]
-        orders = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (begins(r), -r.max_len))
+        start = lambda r: chunk_keys(r.prompt_ids[: 3 * CHUNK])[-1:]  # of its first chunks
+        orders = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (start(r), -r.max_len))
         scheduler = PaddedScheduler(
             1 if solo or strategy == "loop" else limits.max_num_seqs,
             limits.max_num_batched_tokens,
@@ -260,7 +284,8 @@ class Engines(dict[str, Engine]):
         return Engine(scheduler, runner, self.watchers, kind)
 
     def _give_back_idle(self, owner: object) -> None:
-        "Memory is short for `owner`: engines that run no request give back theirs."
+        """Engines that run no request give back their memory, as there is too little for `owner`: a
+        pool of blocks or a rectangle, which has to keep its own."""
         for e in self.values():
             s = e.scheduler
             if not s.running and s.pool is not owner and s.slots is not owner:
@@ -270,26 +295,27 @@ class Engines(dict[str, Engine]):
     # a step
 
     def step(self) -> list[Request]:
-        """One step of the next kind in line that has something to do: the requests that got a
-        token, or ended."""
-        if not (busy := self.busy):
+        """One step of one engine: busy kinds take turns. Returns the requests that got a token in
+        it, or ended without one."""
+        if not (busy := self.busy_kinds):
             return []
-        self.last = min(busy, key=lambda kind: (kind <= self.last, kind))
-        engine, pace = self[self.last], self.paces[self.last]
+        # the next in the alphabet, or the first again
+        self.last_kind = min(busy, key=lambda kind: (kind <= self.last_kind, kind))
+        engine, pace = self[self.last_kind], self.paces[self.last_kind]
         engine.scheduler.allowance = pace.allowance(
             any(self[kind].scheduler.has_others for kind in busy)
         )
         if pace.owed > 0:
-            engine.scheduler.lift()
+            engine.scheduler.lift()  # a preemptible request, before the others that wait
         start, steps = time.perf_counter(), engine.num_steps
         try:
             moved = engine.step()
             if engine.num_steps > steps and self.store is not None:  # it did not break off
-                others, _, positions = engine.scheduler.shares
-                self.store.costs.note_step(others + positions, time.perf_counter() - start)
+                others, _, preemptible = engine.scheduler.shares  # positions in the step
+                self.store.costs.note_step(others + preemptible, time.perf_counter() - start)
             return moved
         finally:
-            self.seconds += (took := time.perf_counter() - start)
+            self.step_seconds += (took := time.perf_counter() - start)
             pace.note(*engine.scheduler.shares, took)
             if engine.scheduler.proposer is not None:
                 engine.scheduler.proposer.timed(took)

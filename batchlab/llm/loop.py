@@ -109,7 +109,7 @@ class Loop:
     def forget_prefixes(self) -> None:
         "Have the engines forget what earlier requests left in the blocks, after the step."
         with self.hold():
-            self.engines.forget()
+            self.engines.forget_blocks()
 
     # whose turn it is
 
@@ -182,7 +182,7 @@ class Loop:
         """An engine itself failed with `e`, by no request's fault: those that it had end, and it
         goes on without."""
         log.error("the engine failed, and goes on without the requests that it had", exc_info=e)
-        kinds, failed = self.engines.kinds, self.engines.last
+        kinds, failed = self.engines.kind_of, self.engines.last_kind
         self.engines[failed].reset()
         had = [r.group for r, kind in [*kinds.items()] if kind == failed and r.group]
         self.delivery.fail(had, "the engine failed with", e)
@@ -204,9 +204,9 @@ class Loop:
             self._take_in()
 
     def _take_in(self) -> None:
-        if self.inbox and not self.engines.busy:
+        if self.inbox and not self.engines.busy_kinds:
             try:
-                self.engines.begin()
+                self.engines.begin_call()
             except Exception as e:  # the thread goes on, for it serves others too
                 why = "the model can not be run as it is now"
                 log.error(why, exc_info=e)

@@ -79,7 +79,7 @@ def server_facts(api: Any) -> dict[str, Any]:
 
 def steps_of(live: Live, first: int, end: int) -> list[tuple[str, int, int]]:
     "Steps `first` to `end` (excluded): letters, tokens decoded, tokens of prompts."
-    steps, batch, found = live.since(max(first, end - STEPS)), live.request_log.batch, []
+    steps, batch, found = live.steps_from(max(first, end - STEPS)), live.request_log.preemptible, []
     for s in [s for s in steps if s["step"] < end]:
         decode = sum(row[3] for row in s["rows"] if not row[6])
         found.append((letters(s, batch), decode, s["tokens"] - decode))

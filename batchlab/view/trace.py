@@ -27,14 +27,14 @@ from .tracefile import LEDGER_FIELDS, PARTS, POOL, ROW, VERSION, TraceRow, Trace
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
     from batchlab.llm.outputs import RequestGroup
-    from batchlab.core.request import StepPlan
+    from batchlab.core.request import Row, StepPlan
 
 # %% auto #0
 __all__ = ['TICK', 'Recorder', 'Live']
 
 # %% ../../nbs/8_view/trace.ipynb #6f5bd23c
-def row_of(row: Any, number: int) -> TraceRow:
-    "A plan's `row` of request `number` as the numbers of a trace."
+def row_of(row: Row, number: int) -> TraceRow:
+    "The `row` of a plan, of the request with that `number` in the trace, as a `TraceRow`."
     r, start, n = row.request, row.start, row.n_tokens
     end, prompt = start + n, len(r.prompt_ids)
     again = max(0, min(r.num_seen, end) - start)
@@ -47,11 +47,13 @@ def row_of(row: Any, number: int) -> TraceRow:
 # %% ../../nbs/8_view/trace.ipynb #1df6a908
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Notes on one request. Times: seconds of `time.perf_counter`; None for what has not happened.
+    """Notes on one request, which has that `number` in the trace. `arrival`, `queued`, `admitted`
+    (to its first slot) and `end`: seconds of `time.perf_counter`, None for what has not happened.
 
-    `request`: itself, until it has ended; `facts`: then, what is kept of it. `ends`: how long
-    its text was after each token, in characters. `first_step`, `last_step`: numbers of steps it
-    had a row in; `ended_before`: of the step that came after its end."""
+    `request`: the request until it ends; then None, and `facts` are what is kept of it, see
+    `facts_of`. `slots`: those it has had. `text_ends`: characters of its text after each token.
+    `first_step`, `last_step`: the numbers of the first and last step it had a row in;
+    `ended_before`: of the step that came after its end."""
 
     number: int
     arrival: float
@@ -63,7 +65,7 @@ class RequestRecord:
     last_step: int | None = None
     ended_before: int = 0
     slots: list[int] = field(default_factory=list)
-    ends: array[int] = field(default_factory=lambda: array("i"))
+    text_ends: array[int] = field(default_factory=lambda: array("i"))
     facts: dict = field(default_factory=dict)
 
 # %% ../../nbs/8_view/trace.ipynb #2994be90
@@ -77,9 +79,9 @@ def request_text(r: Request) -> str:
 
 
 def facts_of(r: Request, text: bool) -> dict:
-    """The facts that the trace keeps of request `r` itself, as in the file; with its tokens and
-    text, packed, if `text`."""
-    group = r.group  # read once: another thread may just be taking it away
+    """The facts of request `r` under their names in the file. `text`: with its prompt, its text,
+    and its tokens as int32 arrays."""
+    group = r.group  # read once: another thread may just be setting it to None
     facts = dict(
         id=r.request_id,
         answer=r.index,
@@ -106,137 +108,147 @@ def facts_of(r: Request, text: bool) -> dict:
 
 
 def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
-    """`text` cut where each token ended: what each settled, '' for none. What was held back to
-    the end goes to the last."""
+    """`text` cut into a piece for each token, '' for one that added none. `ends`: characters of the
+    text after each token; what was held back to the end goes to the last one."""
     ends = [*ends[:-1], len(text)] if ends else []
     return [text[a:b] for a, b in zip([0, *ends], ends)]
 
 # %% ../../nbs/8_view/trace.ipynb #37c94073
-def since(t: float | None, began: float) -> float | None:
-    "Seconds from `began` to `t`, if that has come."
+def seconds_after(t: float | None, began: float) -> float | None:
+    "`t` in seconds after `began`; None if it has not come."
     return None if t is None else round(t - began, 7)
 
 
 def request_dict(record: RequestRecord, began: float, text: bool = True) -> dict:
-    """A request as in the file, ended or not; with tokens and texts if they were kept, or, while
-    it is here, if `text`."""
-    r = record.request  # looked at once: another thread may just be ending it
+    """A request as in the file, whether it has ended or not. `text`: with tokens and text, if it
+    has not; where it has, they are there if they were kept."""
+    r = record.request  # read once: another thread may just be setting it to None
     d: dict[str, Any] = dict(facts_of(r, text) if r else record.facts, request=record.number)
     d |= {k: getattr(record, k) for k in ("first_step", "last_step", *TIMES) if k not in d}
-    d |= {k: since(d[k], began) for k in TIMES} | dict(slots=list(record.slots))
+    d |= {k: seconds_after(d[k], began) for k in TIMES} | dict(slots=list(record.slots))
     if "text" in d:
         ids = d["output_ids"].tolist()
-        pieces = pieces_of(d.pop("text"), record.ends[: len(ids)])
+        pieces = pieces_of(d.pop("text"), record.text_ends[: len(ids)])
         d |= dict(prompt_ids=d["prompt_ids"].tolist(), output_ids=ids, pieces=pieces)
     return d
 
 # %% ../../nbs/8_view/trace.ipynb #b79f25e9
 class RequestLog:
-    """Notes on requests: `here`, those that wait or run; `ended`, the newest of the others.
-    `batch`: numbers of those that make way for others; `made`: how many tokens all got.
+    """Notes on requests: `unfinished`, those that wait or run; `ended`, the newest of the others,
+    the oldest first.
 
-    `text`: keep tokens and texts, of at most `max_text` tokens together; `max_ended`: how many
-    that ended are kept. What went is counted in `dropped`. `sums`: `COUNTERS` of all that ended;
-    `reasons`: how many ended why."""
+    `text`: keep tokens and text of those that ended, of at most `max_text` tokens together;
+    `num_text_tokens`: of how many they are kept now. `max_ended`: how many of them are kept.
+    `dropped`: how many requests, and texts alone, were not. `num_requests`: how many there were;
+    `made`: tokens that they were given. `preemptible`: numbers of those that make way for others.
+    `sums`: `COUNTERS` of all that ended; `reasons`: how many ended for which reason."""
 
     def __init__(self, text: bool = True, max_ended: int = 1_000_000, max_text: int = 1_000_000):
         self.text, self.max_ended, self.max_text = text, max_ended, max_text
-        self.here: dict[Request, RequestRecord] = {}
+        self.unfinished: dict[Request, RequestRecord] = {}
         self.ended: deque[RequestRecord] = deque()
-        self.batch: set[int] = set()
-        self.num_requests = self.made = self.num_text = 0
+        self.preemptible: set[int] = set()
+        self.num_requests = self.made = self.num_text_tokens = 0
         self.sums, self.reasons = Counter[str](), Counter[str]()
         self.dropped = Counter(requests=0, texts=0)
 
-    def begin(self, arrival: float, **what: Any) -> RequestRecord:
-        "The notes on one more."
+    def new_record(self, arrival: float, **what: Any) -> RequestRecord:
+        "A record with the next number, and `what` else is known of its request."
         self.num_requests += 1
         return RequestRecord(self.num_requests - 1, arrival, **what)
 
-    def meet(self, r: Request) -> RequestRecord:
-        "The notes on request `r`, begun now if there are none."
-        if (record := self.here.get(r)) is None:
+    def record_of(self, r: Request) -> RequestRecord:
+        "The record of request `r`, made now if there is none."
+        if (record := self.unfinished.get(r)) is None:
             arrival = r.group.start if r.group else time.perf_counter()
-            record = self.here[r] = self.begin(arrival, request=r)
+            record = self.unfinished[r] = self.new_record(arrival, request=r)
             if r.preemptible:
-                self.batch.add(record.number)
-            said = len(request_text(r))  # before the recording began
-            record.ends.extend([said] * len(r.output_ids))
+                self.preemptible.add(record.number)
+            length = len(request_text(r))  # of what it wrote before the recording began
+            record.text_ends.extend([length] * len(r.output_ids))
         return record
 
-    def enter(self, r: Request, t: float) -> list:
-        "`r` has got a slot, for the first time or again: `[number, slot, cached]`."
-        record = self.meet(r)
+    def note_slot(self, r: Request, t: float) -> list:
+        """`r` has got a slot at time `t`, for the first time or again. Returns `[number, slot,
+        cached]`: its number, and how many of its tokens are in the cache."""
+        record = self.record_of(r)
         record.admitted = record.admitted or t
         if r.slot is not None:
             record.slots.append(r.slot)
         return [record.number, r.slot, r.num_computed_tokens]
 
-    def in_step(self, r: Request, step: int) -> int:
-        "`r` has a row in `step`: its number."
-        record = self.meet(r)
+    def note_row(self, r: Request, step: int) -> int:
+        "`r` has a row in the step with number `step`. Returns the number of `r`."
+        record = self.record_of(r)
         record.last_step = step
         if record.first_step is None:
             record.first_step = step
         return record.number
 
-    def wrote(self, r: Request) -> None:
-        "`r` has got tokens, or has failed: note where its text ends after each of them."
-        ends = self.meet(r).ends
+    def note_tokens(self, r: Request) -> None:
+        "`r` has got tokens, or has failed: note how long its text is after each of them."
+        ends = self.record_of(r).text_ends
         if (new := len(r.output_ids) - len(ends)) <= 0:
             return
         lengths = r.task.ends[-new:] if isinstance(r.task, Generation) else []
-        said = ends[-1] if ends and r.group else 0  # and sent
-        ends.extend([said] * (new - len(lengths)) + [said + n for n in lengths])
+        # the task counts from what it last sent; without a group nothing is ever sent
+        sent = ends[-1] if ends and r.group else 0
+        ends.extend([sent] * (new - len(lengths)) + [sent + n for n in lengths])
         self.made += new
 
-    def end(self, r: Request, t: float, step: int) -> None:
-        "`r` is over, before step number `step`: keep what is worth keeping, and let go of it."
-        record, size = self.meet(r), r.num_tokens
-        text = self.text and self.num_text + size <= self.max_text
-        self.num_text += text * size
+    def note_end(self, r: Request, t: float, step: int) -> None:
+        """`r` has ended at time `t`, before the step with number `step`: keep its facts, with its
+        text if there is room, and let go of `r`."""
+        record, size = self.record_of(r), r.num_tokens
+        text = self.text and self.num_text_tokens + size <= self.max_text
+        self.num_text_tokens += text * size
         self.dropped["texts"] += self.text and not text
         record.facts, record.end, record.request = facts_of(r, text), t, None
-        self.keep(record, step)
-        del self.here[r]
+        self._keep(record, step)
+        del self.unfinished[r]
 
-    def refuse(self, p: RequestGroup, t: float, step: int) -> None:
-        "Prompt `p` never became a request."
+    def note_refusal(self, p: RequestGroup, t: float, step: int) -> None:
+        """Prompt `p` was refused at time `t`, before the step with number `step`, and never became
+        a request: it counts as one that has ended."""
         r = Request(p.request_id, [], finish_reason=p.reason, error=p.error)
         facts = facts_of(r, text=False) | dict(max_tokens=None)
-        self.keep(self.begin(p.start, end=t, facts=facts), step)
+        self._keep(self.new_record(p.start, end=t, facts=facts), step)
 
-    def keep(self, record: RequestRecord, step: int) -> None:
-        "Keep the notes on who ended before `step`."
+    def _keep(self, record: RequestRecord, step: int) -> None:
+        "Count a request that ended before the step with number `step`, and keep its `record`."
         record.ended_before = step
         self.reasons[record.facts["finish_reason"]] += 1
         self.sums.update({k: record.facts[k] for k in COUNTERS})
         self.ended.append(record)
         if len(self.ended) > self.max_ended:
-            self.forget()
+            self.drop_oldest()
 
-    def forget(self) -> None:
-        "Forget who ended first."
+    def drop_oldest(self) -> None:
+        "Drop the record of the request that ended first."
         record = self.ended.popleft()
         self.dropped["requests"] += 1
-        self.batch.discard(record.number)
+        self.preemptible.discard(record.number)
         if "text" in record.facts:
-            self.num_text -= record.facts["prompt_tokens"] + record.facts["output_tokens"]
+            self.num_text_tokens -= record.facts["prompt_tokens"] + record.facts["output_tokens"]
 
     def records(self) -> list[RequestRecord]:
-        "The notes that there are, by number; also while another thread makes steps."
-        both = {*self.here.values(), *self.ended}  # who is ending is in both
+        "All records, by number; also while another thread makes steps."
+        both = {*self.unfinished.values(), *self.ended}  # one that is ending is in both
         return sorted(both, key=lambda record: record.number)
 
 # %% ../../nbs/8_view/trace.ipynb #061e853e
 @dataclass(slots=True)
 class StepRecord:
-    """One step, as lean as it comes, with the names of the file. Seconds; counts of requests and
-    tokens.
+    """Notes on one step, in little memory, under their names in the file. `start`: seconds of
+    `time.perf_counter`; `waiting`, `running`: requests, once it was planned.
 
-    `rows`: the numbers of all rows, one behind the other. `times`: of `PARTS`. `ledger`: what it
-    gained. `pool`: numbers of `POOL`. `slots`, `held`: how many seats there were, and tokens of
-    the request in each, afterwards."""
+    `rows`: the numbers of all `TraceRow`s, one after the other. `admitted`: `[number, slot,
+    cached]` of each request that got a slot; `preempted`: numbers of requests; `copies`: of the
+    cache, as in a `StepPlan`. `times`: seconds of each of `PARTS`. `ledger`: the positions of
+    this step, by `LEDGER_FIELDS`; until it is done, those of all before. `pool`: by `POOL`.
+    `rectangle`: rows and columns of one that pads. After the step: `slots`, how many are in use or
+    would be by requests that wait; `held`, computed tokens of the request in each. `error`: the
+    name of the exception that broke it off."""
 
     step: int
     engine: str
@@ -256,33 +268,34 @@ class StepRecord:
     error: str | None = None
 
     @property
-    def shares(self) -> list[TraceRow]:
+    def trace_rows(self) -> list[TraceRow]:
+        "The `rows`, taken apart again."
         return [TraceRow(*self.rows[i : i + len(ROW)]) for i in range(0, len(self.rows), len(ROW))]
 
 # %% ../../nbs/8_view/trace.ipynb #308cea85
-def note_memory(now: StepRecord, engine: Engine) -> None:
-    "Note in `now` the KV memory of `engine` after the step."
+def note_memory(record: StepRecord, engine: Engine) -> None:
+    "Note in `record` the KV memory of `engine` after the step."
     s, pool = engine.scheduler, engine.scheduler.pool
-    now.rectangle = getattr(engine.runner, "rectangle", None)
+    record.rectangle = getattr(engine.runner, "rectangle", None)
     shared = sum(b.refs > 1 for b in pool.blocks)
-    now.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
+    record.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
     held = {r.slot: r.num_computed_tokens for r in s.running if r.slot is not None}
-    for row in now.shares:  # also of those that ended with it
+    for row in record.trace_rows:  # also of those that ended with it
         held[row.slot] = max(held.get(row.slot, 0), row.end - row.drafts)
-    now.held = array("i", (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
-    now.slots = max(len(now.held), min(s.max_num_seqs, len(s.running) + len(s.waiting)))
+    record.held = array("i", (held.get(slot, 0) for slot in range(1 + max(held, default=-1))))
+    record.slots = max(len(record.held), min(s.max_num_seqs, len(s.running) + len(s.waiting)))
 
 
 def step_dict(s: StepRecord, began: float) -> dict:
-    "A step as in the file."
+    "A step as in the file, its start in seconds after `began`."
     times = dict.fromkeys(PARTS, 0.0) | {part: round(t, 7) for part, t in zip(PARTS, s.times)}
     same = "step engine waiting running admitted preempted slots error".split()
     return dict(
         {k: getattr(s, k) for k in same} | times,
-        start=since(s.start, began),
-        tokens=sum(row.n for row in s.shares),
+        start=seconds_after(s.start, began),
+        tokens=sum(row.n for row in s.trace_rows),
         cached=sum(n for *_, n in s.admitted),
-        rows=[list(row) for row in s.shares],
+        rows=[list(row) for row in s.trace_rows],
         copies=[list(c) for c in s.copies],
         rectangle=s.rectangle and [*s.rectangle],
         held=s.held.tolist(),
@@ -292,92 +305,99 @@ def step_dict(s: StepRecord, began: float) -> dict:
 
 # %% ../../nbs/8_view/trace.ipynb #9ed78d48
 class StepLog:
-    """Notes on the newest steps, with at most `max_rows` rows, as the engine's events come:
-    `taken`; `now`, the one that is being made, or None. `requests`: where requests are noted.
+    """Notes on `steps`, the newest ones with at most `max_rows` rows together; `current`: on the
+    one that is being made, or None. What the engine's events tell of requests goes to `requests`.
 
-    `num_steps`: how many steps there were, of which the oldest were `dropped`. `sums`: their
-    ledger, seconds of their parts, and tokens of prompts that they `read`."""
+    `num_steps`: how many steps there were, also the first step's number after the last; `num_rows`:
+    rows in `steps`; `dropped`: how many steps were too old. `sums` over all steps: of the
+    `LEDGER_FIELDS`, seconds of the `PARTS`, tokens of prompts that they 'read', and how many
+    'steps' were whole or 'broken' off."""
 
     def __init__(self, requests: RequestLog, max_rows: int = 1_000_000):
         self.requests, self.max_rows = requests, max_rows
         self.num_steps = self.num_rows = self.dropped = 0
-        self.taken: deque[StepRecord] = deque()
-        self.now: StepRecord | None = None
+        self.steps: deque[StepRecord] = deque()
+        self.current: StepRecord | None = None
         self.sums: defaultdict[str, float] = defaultdict(int)
 
     def note(self, engine: Any, event: str, x: Any, t: float, seconds: float) -> None:
-        """Note an `event`, and what comes with it, as `Engine` and `LLM` tell them; at time `t`,
-        `seconds` after the last one."""
+        """Note an `event` at time `t`, `seconds` after the last one. `x` is what comes with it: the
+        plan with 'schedule', the requests that moved with 'text', `(plan, exception)` with 'broke',
+        as `Engine` tells it; the request with 'queued' and 'ended', the prompt with 'refused', as
+        an `LLM` does."""
         if event == "queued":
-            self.requests.meet(x).queued = t
+            self.requests.record_of(x).queued = t
         elif event == "ended":
-            self.requests.end(x, t, self.num_steps)
+            self.requests.note_end(x, t, self.num_steps)
         elif event == "refused":
-            self.requests.refuse(x, t, self.num_steps)
+            self.requests.note_refusal(x, t, self.num_steps)
         elif event == "begin":
-            self.now = StepRecord(self.num_steps, engine.name, t)
-        elif now := self.now:
-            now.times.append(seconds)
+            self.current = StepRecord(self.num_steps, engine.name, t)
+        elif record := self.current:
+            record.times.append(seconds)
             if event == "schedule":
-                self.plan(now, engine, x, t)
+                self.note_plan(record, engine, x, t)
             elif event == "text":
-                self.end(now, engine, x, t)
-            elif event == "broke" and now.rows:
-                self.close(now, engine, type(x[1]).__name__)
+                self.note_end(record, engine, x, t)
+            elif event == "broke" and record.rows:
+                self.finish(record, engine, type(x[1]).__name__)
 
-    def end(self, now: StepRecord, engine: Engine, moved: Iterable[Request], t: float) -> None:
+    def note_end(
+        self, record: StepRecord, engine: Engine, moved: Iterable[Request], t: float
+    ) -> None:
         "The step is done; `moved` are the requests that got a token or failed."
-        self.close(now, engine)
+        self.finish(record, engine)
         for r in moved:
-            self.requests.wrote(r)
+            self.requests.note_tokens(r)
             if r.finish_reason and r.group is None:
-                self.requests.end(r, t, self.num_steps)  # an engine without an LLM tells no end
+                # an engine without an LLM tells no end
+                self.requests.note_end(r, t, self.num_steps)
 
-    def plan(self, now: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
-        "Note `plan`, and in `requests` who has a row in it. A plan without rows is no step."
+    def note_plan(self, record: StepRecord, engine: Engine, plan: StepPlan, t: float) -> None:
+        "Note `plan`, and whom it admits and gives a row. A plan without rows is no step."
         if not plan.rows:
-            self.now = None
+            self.current = None
             return
         requests, scheduler = self.requests, engine.scheduler
-        now.admitted = [requests.enter(r, t) for r in plan.admitted]
+        record.admitted = [requests.note_slot(r, t) for r in plan.admitted]
         for row in plan.rows:
-            now.rows.extend(row_of(row, requests.in_step(row.request, now.step)))
-        now.waiting, now.running = len(scheduler.waiting), len(scheduler.running)
-        now.preempted = [requests.meet(r).number for r in plan.preempted]
-        now.copies = list(plan.copies)
-        now.ledger = [*vars(engine.ledger).values()]  # before; `close` makes a difference of it
+            record.rows.extend(row_of(row, requests.note_row(row.request, record.step)))
+        record.waiting, record.running = len(scheduler.waiting), len(scheduler.running)
+        record.preempted = [requests.record_of(r).number for r in plan.preempted]
+        record.copies = list(plan.copies)
+        record.ledger = [*vars(engine.ledger).values()]  # so far: `finish` takes the difference
 
-    def close(self, now: StepRecord, engine: Engine, error: str | None = None) -> None:
-        """Keep the step, which an exception of that name has ended if there was an `error`. The
-        oldest may go for it, and requests that ended before the next."""
+    def finish(self, record: StepRecord, engine: Engine, error: str | None = None) -> None:
+        """Keep the `record` of a step that is done or, by an exception of the name `error`, broken
+        off. Too many rows drop the oldest steps, and requests that ended before those left."""
         after = vars(engine.ledger).values()
-        now.ledger = [then - before for then, before in zip(after, now.ledger)]
-        note_memory(now, engine)
-        for k, n in zip(LEDGER_FIELDS + PARTS, [*now.ledger, *now.times]):
+        record.ledger = [then - before for then, before in zip(after, record.ledger)]
+        note_memory(record, engine)
+        for k, n in zip(LEDGER_FIELDS + PARTS, [*record.ledger, *record.times]):
             self.sums[k] += n
-        self.sums["read"] += sum(row.n for row in now.shares if row.prefill)
+        self.sums["read"] += sum(row.n for row in record.trace_rows if row.prefill)
         self.sums["broken" if error else "steps"] += 1
         self.num_steps += 1
-        now.error = error  # before others see the step
-        self.taken.append(now)
-        self.now = None
-        self.num_rows += len(now.rows) // len(ROW)
-        while self.num_rows > self.max_rows and len(self.taken) > 1:
-            self.num_rows -= len(self.taken.popleft().rows) // len(ROW)
+        record.error = error  # before others see the step
+        self.steps.append(record)
+        self.current = None
+        self.num_rows += len(record.rows) // len(ROW)
+        while self.num_rows > self.max_rows and len(self.steps) > 1:
+            self.num_rows -= len(self.steps.popleft().rows) // len(ROW)
             self.dropped += 1
             ended = self.requests.ended
-            while ended and ended[0].ended_before <= self.taken[0].step:
-                self.requests.forget()
+            while ended and ended[0].ended_before <= self.steps[0].step:
+                self.requests.drop_oldest()
 
-    def since(self, step: int = 0) -> list[StepRecord]:
-        "The notes on the steps from number `step` on; also while another thread makes steps."
-        taken = list(self.taken)
-        return taken[max(0, step - taken[0].step) :] if taken else []
+    def steps_from(self, first: int = 0) -> list[StepRecord]:
+        "The records of the steps from number `first` on; also while another thread makes steps."
+        kept = list(self.steps)
+        return kept[max(0, first - kept[0].step) :] if kept else []
 
 # %% ../../nbs/8_view/trace.ipynb #654d990e
 def about_run(llm: Any) -> dict:
-    """The facts of what ran, as in the file: model, strategy, limits of an `LLM`; of anything else
-    None."""
+    """The facts of what ran, as in the file: model, strategy, backend, device, dtype and limits of
+    an `LLM`; for an `Engine`, None and no limits."""
     if not hasattr(llm, "limits"):
         return dict.fromkeys(("model", "strategy", "backend", "device", "dtype")) | dict(limits={})
     model, names = llm.model, ("max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token")
@@ -393,7 +413,7 @@ def about_run(llm: Any) -> dict:
 
 
 def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
-    "`{id: text}` of every token id in `requests`, if there is a tokenizer."
+    "`{id: text}` of each token id in `requests`, given as dicts; `{}` without a tokenizer."
     if tokenizer is None:
         return {}
     ids = {i for r in requests for k in ("prompt_ids", "output_ids") for i in r.get(k, ())}
@@ -401,16 +421,17 @@ def texts_of_tokens(tokenizer: Any, requests: Iterable[dict]) -> dict[str, str]:
 
 # %% ../../nbs/8_view/trace.ipynb #21bb52ef
 class Watched(Protocol):
-    "An object that tells its `watchers` of each part of a step: an `LLM`, or an `Engine`."
+    "An `LLM` or an `Engine`: tells `watchers` of each part of a step, by `(engine, event, x)`."
 
     watchers: list[Callable[..., None]]
 
 # %% ../../nbs/8_view/trace.ipynb #4fa8e5f3
 def data_of(recorder: Recorder) -> dict:
-    "All that `recorder` has recorded so far, as its file has it."
-    log, steps = recorder.request_log, recorder.since()  # first: who comes now has no row in them
+    "All that `recorder` has recorded so far, as its file holds it."
+    # steps first: requests that come now are in none of them
+    log, steps = recorder.request_log, recorder.steps_from()
     requests = [request_dict(r, recorder.began, log.text) for r in log.records()]
-    known = {r["request"] for r in requests}  # the oldest may have gone meanwhile
+    known = {r["request"] for r in requests}  # the oldest may have been dropped meanwhile
     return dict(
         format="batchlab-trace",
         version=VERSION,
@@ -429,12 +450,14 @@ def data_of(recorder: Recorder) -> dict:
 # %% ../../nbs/8_view/trace.ipynb #c1da7bd4
 class Recorder(Trace):
     """Records the steps of `source`, an `LLM` or an `Engine`, between `start` and `stop` or
-    inside `with`. It is a `Trace`.
+    inside `with`. It is a `Trace` of what was recorded so far, also meanwhile.
 
-    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 32 bytes each;
-    beyond it the oldest steps go, with the requests that ended before. `max_text`: tokens whose
-    ids and text are kept, at about 10 bytes each. What went is counted in `dropped`, and
-    `totals` stay exact. `cost`: seconds that recording took."""
+    `text`: keep tokens and texts too. `max_rows`: rows of steps that are kept, 32 bytes each, and
+    requests; beyond it the oldest steps go, with the requests that ended before. `max_text`:
+    tokens whose ids and text are kept, at about 10 bytes each. What went is counted in
+    `dropped`, and `totals` stay exact. Notes are in `step_log` and `request_log`. `began`: when
+    it was made, by `time.perf_counter`, and `created` by the clock; `last`: when it was last
+    told of an event; `cost`: seconds that recording took."""
 
     def __init__(
         self,
@@ -450,6 +473,7 @@ class Recorder(Trace):
         self.began, self.created = time.perf_counter(), datetime.now(timezone.utc)
 
     def __call__(self, source: object, event: str, x: Any) -> None:
+        "For `source` to call, as one of its `watchers`. A fault ends the recording, not the run."
         t = time.perf_counter()
         try:
             self.note(source, event, x, t)
@@ -460,18 +484,19 @@ class Recorder(Trace):
         self.cost += self.last - t
 
     def note(self, source: object, event: str, x: Any, t: float) -> None:
+        "Note an `event` at time `t`, and `x` that comes with it."
         self.step_log.note(source, event, x, t, t - self.last)
 
     def start(self) -> Self:
-        "Record from the next step on; returns itself. What was recorded before stays."
+        "Record from the next step on. Returns itself; what was recorded before stays."
         with self._between_steps():
             if self not in self.source.watchers:
                 self.source.watchers.append(self)
         return self
 
     def stop(self, wait: bool = True) -> Self:
-        """Record no more; with `wait` after the step that is being made. Does nothing if it has
-        stopped before."""
+        """Record no more. `wait`: first for the end of a step that another thread makes. Returns
+        itself; does nothing if it was stopped before."""
         with self._between_steps() if wait else contextlib.nullcontext():
             if self in self.source.watchers:
                 self.source.watchers.remove(self)
@@ -486,13 +511,14 @@ class Recorder(Trace):
     def _between_steps(self) -> Any:
         "A context in which no other thread makes a step."
         loop: Any = getattr(self.source, "loop", None)  # an `Engine` has none
-        # a callback is inside a step of this thread
+        # in a callback this thread has the mutex already
         if loop is None or loop.stepper == threading.get_ident():
             return contextlib.nullcontext()
         return loop.mutex
 
     @property
     def num_steps(self) -> int:
+        "How many steps were recorded, also those that were dropped since."
         return self.step_log.num_steps
 
     def ids(self) -> dict[int, str]:
@@ -502,11 +528,12 @@ class Recorder(Trace):
 
     @property
     def dropped(self) -> dict[str, int]:
+        "How many 'steps', 'requests' and 'texts' were recorded, and not kept."
         return dict(steps=self.step_log.dropped, **self.request_log.dropped)
 
-    def since(self, step: int = 0) -> list[dict]:
-        "The steps from number `step` on, as in `steps`; also while the run goes on."
-        return [step_dict(s, self.began) for s in self.step_log.since(step)]
+    def steps_from(self, first: int = 0) -> list[dict]:
+        "The steps from number `first` on, as in `steps`; also while the run goes on."
+        return [step_dict(s, self.began) for s in self.step_log.steps_from(first)]
 
     @property
     def data(self) -> dict:
@@ -515,21 +542,24 @@ class Recorder(Trace):
 
     @property
     def totals(self) -> dict:
-        "Sums over all that was recorded, also of what was dropped since."
+        """Sums over all that was recorded, also of what was dropped since: `LEDGER_FIELDS`,
+        `COUNTERS`, 'steps', 'broken' ones, seconds of `PARTS` and of all ('seconds'), 'requests' by
+        how they ended, and 'tracing', the seconds that recording took."""
         sums = self.step_log.sums | self.request_log.sums
         totals = {k: sums[k] for k in (*LEDGER_FIELDS, *COUNTERS, "steps", "broken")}
         totals |= {k: round(sums[k], 6) for k in PARTS}
-        seconds, cost = sum(totals[k] for k in PARTS), round(self.cost, 6)
+        seconds = sum(totals[k] for k in PARTS)
         ended = dict(self.request_log.reasons)
-        return totals | dict(requests=ended, seconds=round(seconds, 6), tracing=cost)
+        return totals | dict(requests=ended, seconds=round(seconds, 6), tracing=round(self.cost, 6))
 
 # %% ../../nbs/8_view/trace.ipynb #68f987f9
-def slot_of(r: Request, first: int) -> list[Any]:
-    """Of a running request: slot, id, phase, tokens of its prompt, computed, cached, of its
-    answer, the most of it, and whether it is of a batch."""
+def slot_facts(r: Request, first: int) -> list[Any]:
+    """The facts of the slot of a running request: `[slot, id, phase, prompt tokens, computed
+    tokens, cached tokens, output tokens, max_tokens, preemptible]`. `first`: where the slots of its
+    engine begin among those of all."""
     prompt, out, done = len(r.prompt_ids), len(r.output_ids), r.num_computed_tokens
     if out and not done:
-        done = r.num_tokens  # some runners keep nothing
+        done = r.num_tokens  # a runner without a cache computes all of them at each step
     again = done < min(r.num_seen, r.num_tokens - 1)
     phase = "prefill" if done < prompt else "again" if again else "decode"
     counts = prompt, done, r.num_cached_tokens or 0, out, r.max_tokens
@@ -537,16 +567,20 @@ def slot_of(r: Request, first: int) -> list[Any]:
 
 # %% ../../nbs/8_view/trace.ipynb #321939a6
 class WatchedAnswers(Watched, Answers, Protocol):
-    "An `LLM`, as who looks at it knows it."
+    "What is asked of an `LLM` to look at it: `watchers`, and what `Answers` has."
 
 
 def snapshot(llm: Answers) -> dict[str, Any]:
-    """The contents of the slots, queues and blocks of the engines of `llm`, and the sums of all
-    requests that ended. For who holds the loop's `mutex`."""
+    """The state of the engines of `llm`, for a thread that holds the loop's `mutex`.
+
+    `running`, `waiting`: requests; `seats`: slots; `slots`: of those in use, see `slot_facts`;
+    `queue`: `[id, prompt tokens, preemptible]` of the first that wait; `behind`: how many that
+    wait are preemptible; `kv`: blocks `held`, `cached` and in `total`; `totals`: sums over the
+    requests that ended, and how many `ended` for which reason."""
     loop, limits, backend = llm.loop, llm.loaded.limits, llm.loaded.backend
     schedulers, slots, first = [e.scheduler for e in loop.engines.values()], [], 0
     for s in schedulers:
-        slots += [slot_of(r, first) for r in s.running]
+        slots += [slot_facts(r, first) for r in s.running]
         first += s.max_num_seqs
     pools, sums = [s.pool for s in schedulers], loop.delivery.sums
     total = (limits.kv_tokens or 0) // (backend.block_size or 1) or sum(map(len, pools))
@@ -571,33 +605,34 @@ def snapshot(llm: Answers) -> dict[str, Any]:
     )
 
 # %% ../../nbs/8_view/trace.ipynb #875571fc
-TICK = 0.25  # seconds between two states that are shown
+TICK = 0.25  # seconds between two snapshots that are shown
 
 
 class Live(Recorder):
-    """Records what the engines of `source` do, without texts, for somebody who looks.
+    """A `Recorder` without texts of the LLM `source`, for somebody who looks at it while it runs.
 
-    `shot`: the newest state, see `snapshot`, with `num_steps` so far, tokens `made` and of
-    prompts `read` in them, and the seconds of `parts` in the last 64."""
+    `newest`: the newest `snapshot`, or None; with the time `t`, `num_steps` so far, tokens that
+    were `made` and tokens of prompts that were `read` in them, and seconds of the `parts` of the
+    last 64 steps. `wanted`: whether another is to be made after the next step."""
 
     wanted = False
-    shot: dict[str, Any] | None = None
+    newest: dict[str, Any] | None = None
 
     def __init__(self, source: WatchedAnswers) -> None:
         super().__init__(source, text=False, max_rows=1 << 16)
-        self.llm = source
+        self.llm = source  # typed as an LLM
 
     def note(self, source: object, event: str, x: Any, t: float) -> None:
         super().note(source, event, x, t)
         if event == "text" and self.wanted:
-            self.take()
+            self.make_snapshot()
 
-    def take(self) -> None:
-        "Make `shot` anew; for who holds the engine's `mutex`."
+    def make_snapshot(self) -> None:
+        "Make `newest` anew; for a thread that holds the loop's `mutex`."
         self.wanted, steps = False, self.step_log
-        whole = [s.times for s in islice(reversed(steps.taken), 64) if not s.error]
+        whole = [s.times for s in islice(reversed(steps.steps), 64) if not s.error]
         sums = [sum(times) for times in zip(*whole)] or [0.0] * len(PARTS)
-        self.shot = snapshot(self.llm) | dict(
+        self.newest = snapshot(self.llm) | dict(
             t=time.perf_counter(),
             made=self.request_log.made,
             read=steps.sums["read"],
@@ -606,15 +641,16 @@ class Live(Recorder):
         )
 
     def look(self, wait: float = 0) -> dict[str, Any] | None:
-        """The newest state, in the thread of who looks: that of the last step, or one of this
-        moment if the engine stands, or does within `wait` seconds. Another one is asked for."""
+        """The newest snapshot, or None at first; for any thread but the one that steps. It is of
+        this moment if no step is being made, or none within `wait` seconds; else of an earlier
+        step, and the next one makes another."""
         loop = self.llm.loop
         if (self.wanted or wait) and loop.mutex.acquire(timeout=wait):
             try:
-                self.take()
+                self.make_snapshot()
             finally:
                 loop.mutex.release()
-            loop.wake()  # who wanted to step just now need not wait
-        if self.shot is None or time.perf_counter() - self.shot["t"] > TICK / 2:
+            loop.wake()  # a thread that wanted to step meanwhile tries again
+        if self.newest is None or time.perf_counter() - self.newest["t"] > TICK / 2:
             self.wanted = True
-        return self.shot
+        return self.newest

@@ -249,7 +249,7 @@ class Watch:
 def watch_picture(watch: Watch, last: int = 150) -> Picture:
     "The slots over the `last` steps of a `Watch`, as a `Picture`."
     trace, states = watch.trace, Counter(r.state for r in watch.requests)
-    lanes, ids = slot_runs(trace.since(trace.num_steps - last)), trace.ids()
+    lanes, ids = slot_runs(trace.steps_from(trace.num_steps - last)), trace.ids()
     for run in [run for lane in lanes.values() for run in lane]:
         if run.request is not None:
             run.request = watch.index(ids.get(run.request, ""))
