@@ -31,7 +31,6 @@ from batchlab.jobs.tables import (
     literal,
     opener_of,
     type_of,
-    write_csv,
 )
 
 pa = pytest.importorskip("pyarrow", reason="tables need pyarrow")
@@ -280,7 +279,7 @@ def test_each_column_is_used_or_refused_or_comes_through(name, cell, data):
         assert (line.failure, line.options, line.prompt) == (None, {}, "p")
     write("in.csv", [names, ["p", cell]])
     table = AnswerTable(records, TableFile("in.csv"))
-    write_csv(table, "out.csv", "out.csv")
+    table.write_csv("out.csv", "out.csv")
     [row] = read("out.csv")
     called = table.names.of
     assert row[name] == cell and row[called("text")] == "t"
