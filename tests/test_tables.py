@@ -26,7 +26,6 @@ from batchlab.jobs.tables import (
     value_kind,
     opener_of,
     type_of,
-    write_csv,
 )
 
 pa = pytest.importorskip("pyarrow", reason="tables need pyarrow")
@@ -254,7 +253,7 @@ def test_each_column_is_used_or_refused_or_comes_through(name, cell, data):
         assert (line.failure, line.options, line.prompt) == (None, {}, "p")
     write("in.csv", [names, ["p", cell]])
     table = AnswerTable(records, TableFile("in.csv"))
-    write_csv(table, "out.csv", "out.csv")
+    table.write_csv("out.csv", "out.csv")
     [row] = read_table("out.csv")
     called = table.names.of
     assert row[name] == cell and row[called("text")] == "t"

@@ -13,7 +13,7 @@ from pathlib import Path
 from dataclasses import fields
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
-from .flags import bench_parser, class_fields, llm_names, parse_args, parser_of
+from .flags import bench_parser, llm_names, parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
@@ -31,11 +31,14 @@ J = TypeVar("J", bound="Job")
 __all__ = ['J', 'RUNS', 'main', 'told']
 
 # %% ../../nbs/7_serve/cli.ipynb #a3e2fcc2
-class Notes:
-    """Called with a text, it writes one line to standard error, above the progress bar if there
-    is one. `as_json`: for programs."""
+class Notes(logging.Handler):
+    """Called with a text, or given a log record, it writes one line to standard error, above the
+    progress bar if there is one. `as_json`: for programs."""
 
     as_json = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self(record.getMessage(), record.levelname.lower())
 
     def __call__(self, text: object, level: str = "info") -> None:
         from tqdm import tqdm
@@ -55,27 +58,20 @@ class Notes:
         )
 
 
-note = Notes()
+note = Notes(logging.WARNING)
 
 # %% ../../nbs/7_serve/cli.ipynb #d891cf7a
-class NoteHandler(logging.Handler):
-    "Show log records as notes."
-
-    def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage(), record.levelname.lower())
-
-
 @contextlib.contextmanager
 def log_as_notes() -> Iterator[None]:
     "Send the library's warnings to `note` while the context lasts."
-    logger, handler = logging.getLogger("batchlab"), NoteHandler(logging.WARNING)
+    logger = logging.getLogger("batchlab")
     propagate = logger.propagate
-    logger.addHandler(handler)
+    logger.addHandler(note)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(note)
         logger.propagate = propagate
 
 # %% ../../nbs/7_serve/cli.ipynb #f5ce3a1d
@@ -336,9 +332,7 @@ def run_job(args: Namespace, llm: LLM | None = None) -> int:
         except KeyboardInterrupt:
             again = "" if args.output == "-" else "; the same command goes on"
             return interrupted(job, lambda r: f"{r.done} of {r.total} requests done{again}")
-    summary = ProgressLine(result.said(args.spell))
-    summary.figures = result.figures
-    note(summary)
+    note(ProgressLine(result.said(args.spell), result.figures))
     return int(result.failed > 0)
 
 
@@ -501,21 +495,16 @@ def vectors_asked(args: Namespace) -> PoolingRequest:
     from batchlab.jobs.pooling import PoolingRequest
     from batchlab.llm.pooling_params import PoolingParams
 
-    given = Namespace(
-        **{f.name: f.default for f in class_fields("cli/flags.py", "EmbedFlags")} | vars(args)
-    )
-    if not (given.dry_run or args.model):
+    given = vars(args)
+    if not (given.get("dry_run") or args.model):
         from batchlab.models.fetch import DEFAULT_EMBEDDING_MODEL
 
         args.model = DEFAULT_EMBEDDING_MODEL
-    params = PoolingParams(
-        "embed",
-        given.normalize,
-        given.dimensions,
-        given.truncate_prompt_tokens,
-        prompt_name=given.prompt_name,
-    )
-    return PoolingRequest("embed", [], params=params, asked=dict(pooling=given.pooling))
+    own: dict[str, Any] = {
+        k: given.get(k) for k in ("dimensions", "truncate_prompt_tokens", "prompt_name")
+    }
+    params = PoolingParams("embed", given.get("normalize"), **own)
+    return PoolingRequest("embed", [], params=params, asked=dict(pooling=given.get("pooling")))
 
 
 def embed(args: Namespace, llm: LLM | None = None) -> int:

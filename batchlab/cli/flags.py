@@ -20,7 +20,7 @@ from ..errors import REMOVED, JobError, OneLineParser, Option
 
 # %% ../../nbs/7_serve/flags.ipynb #flatx0011
 class Field(NamedTuple):
-    "A field of a dataclass, or a parameter: its type and its comment as the source has them."
+    "A field of a dataclass: its type and its comment as the source has them."
 
     name: str
     kind: str
@@ -29,25 +29,21 @@ class Field(NamedTuple):
 
 
 def class_fields(path: str, name: str) -> Iterator[Field]:
-    """The fields of class `name` in file `path` of the package, or the parameters of its
-    `__init__` if it has one. The file is only read."""
+    "The fields of class `name` in file `path` of the package, which is only read."
     source = (pkgutil.get_data("batchlab", path) or b"").decode()
     [text] = re.findall(rf"^class {name}\b.*?(?=^\S|\Z)", source, re.M | re.S)
-    body, lines = ast.parse(text).body[0].body, text.splitlines()  # type: ignore[attr-defined]
-    rows: list[tuple[Any, Any]] = [(n, n.value) for n in body if isinstance(n, ast.AnnAssign)]
-    for n in body:
-        if getattr(n, "name", "") == "__init__":
-            rows = [*zip(n.args.args[1:], n.args.defaults)]
-    for node, value in rows:
+    lines = text.splitlines()
+    for node in ast.parse(text).body[0].body:  # type: ignore[attr-defined]
+        if not isinstance(node, ast.AnnAssign):
+            continue
         above = itertools.takewhile(
             lambda line: line.startswith("# "), map(str.strip, lines[node.lineno - 2 :: -1])
         )
-        behind = lines[(value or node).end_lineno - 1].partition("  # ")[2]
+        behind = lines[: node.end_lineno][-1].partition("  # ")[2]
         comment = " ".join([*[line[2:] for line in above][::-1], behind]).strip()
         with contextlib.suppress(ValueError):  # a value that is made when it runs is no default
-            default = ast.literal_eval(value) if value else ...
-            field = ast.unparse(node).partition(":")[0]
-            yield Field(field, ast.unparse(node.annotation), default, comment)
+            default = ast.literal_eval(node.value) if node.value else ...
+            yield Field(ast.unparse(node.target), ast.unparse(node.annotation), default, comment)
 
 # %% ../../nbs/7_serve/flags.ipynb #79c049b6
 def argument(

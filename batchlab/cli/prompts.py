@@ -9,7 +9,6 @@ import itertools, json, math, os, stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
@@ -20,7 +19,14 @@ from ..jobs.job import Job, LocalRun
 from ..jobs.progress import JobResult, Progress
 from ..jobs.journal import Ledgerbook, Outbox, StandardOutput
 from ..jobs.lines import JobLine, parse_line
-from ..jobs.tables import CONVERT, SUFFIX_KINDS, OPENERS, UNNAMED, AnswerNames, opener_of
+from batchlab.jobs.tables import (
+    CONVERT,
+    SUFFIX_KINDS,
+    UNNAMED,
+    AnswerNames,
+    begins_as_jsonl,
+    suffix_of,
+)
 
 if TYPE_CHECKING:
     from batchlab.llm.outputs import CompletionOutput
@@ -125,13 +131,8 @@ class PromptFile(StandardOutput):
 # %% ../../nbs/7_serve/prompts.ipynb #prm00014
 def prompts_form(path: str) -> str:
     "Whether file `path`, if its name says nothing of it, has one prompt a line ('txt'), or 'plain' lines."
-    p = Path(path)
-    suffix = (p.with_suffix("") if p.suffix.lower() in OPENERS else p).suffix.lower()
-    if suffix in SUFFIX_KINDS or suffix in CONVERT or not p.is_file():
-        return "plain"
-    with opener_of(p)(p, "rb") as f:
-        start = f.read(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return "plain" if start[:1] in (b"", b"{") else "txt"
+    named = suffix_of(path) in {*SUFFIX_KINDS, *CONVERT}
+    return "plain" if named or begins_as_jsonl(path) else "txt"
 
 # %% ../../nbs/7_serve/prompts.ipynb #2fb5d5a4
 def checked_text(rows: Iterable[tuple[int, Raw]], shown: str) -> Iterator[tuple[int, Raw]]:

@@ -13,20 +13,21 @@ from ..models.load import cpu_has_fast_bf16
 
 if TYPE_CHECKING:
     from batchlab.llm.answers import Answers
+    from batchlab.llm.loaded import LoadedModel
 
 PACKED = "fused", "modules"  # backends whose weights can be of 8 bits
 
 # %% auto #0
-__all__ = ['PACKED', 'advise', 'try_int8']
+__all__ = ['PACKED']
 
 # %% ../../nbs/6_jobs/advice.ipynb #adv00005
-def _about_slots(llm: Answers, requests: int, longest: int | None) -> Iterator[Message]:
+def _about_slots(loaded: LoadedModel, requests: int, longest: int | None) -> Iterator[Message]:
     "Whether fewer run at once than could."
-    limits, usual = llm.loaded.limits, 64 if llm.loaded.device.type == "cpu" else 256
-    if llm.loaded.settings.strategy != "continuous":
+    limits, usual = loaded.limits, 64 if loaded.device.type == "cpu" else 256
+    if loaded.settings.strategy != "continuous":
         yield Message(
             "{strategy} is there to compare with, and slower: leave it out",
-            strategy=Option("strategy", llm.loaded.settings.strategy),
+            strategy=Option("strategy", loaded.settings.strategy),
         )
     fit = limits.kv_tokens // longest if limits.kv_tokens and longest else usual
     could, now = min(requests, usual, fit), limits.max_num_seqs
@@ -49,19 +50,16 @@ def _about_slots(llm: Answers, requests: int, longest: int | None) -> Iterator[M
         )
 
 
-def _about_arithmetic(llm: Answers) -> Iterator[Message]:
+def _about_arithmetic(loaded: LoadedModel) -> Iterator[Message]:
     "Whether the model runs slower than it could, token for token the same or nearly so."
-    on_cpu, backend = llm.loaded.model.device.type == "cpu", llm.loaded.backend
-    if on_cpu and llm.loaded.settings.compile is False:
+    on_cpu, backend, settings = loaded.device.type == "cpu", loaded.backend, loaded.settings
+    if on_cpu and settings.compile is False:
         yield Message("compiled kernels are off: leave out {off}", off=Option("compile", False))
     elif (
-        on_cpu
-        and backend.why
-        and backend.name not in PACKED
-        and llm.loaded.settings.strategy == "continuous"
+        on_cpu and backend.why and backend.name not in PACKED and settings.strategy == "continuous"
     ):
         yield Message("it runs without the fast kernels: {why}", why=backend.why)
-    if str(llm.loaded.model.dtype) == "torch.float32" and (not on_cpu or cpu_has_fast_bf16()):
+    if str(loaded.model.dtype) == "torch.float32" and (not on_cpu or cpu_has_fast_bf16()):
         yield Message(
             "fp32 takes twice the memory and time of bf16 on this device: give {dtype}, a little "
             "less exact",
@@ -77,8 +75,9 @@ def advise(
 
     `longest`: tokens of the longest, prompt and answer; `shared`: the share of the prompts'
     tokens that an earlier prompt begins with too."""
-    found = [*_about_slots(llm, requests, longest), *_about_arithmetic(llm)]
-    if shared > 0.1 and not llm.loaded.settings.enable_prefix_caching:
+    loaded = llm.loaded
+    found = [*_about_slots(loaded, requests, longest), *_about_arithmetic(loaded)]
+    if shared > 0.1 and not loaded.settings.enable_prefix_caching:
         found.append(
             Message(
                 "{share:.0%} of the prompts are beginnings that an earlier one has too: leave "
@@ -92,10 +91,11 @@ def advise(
 
 def try_int8(llm: Answers) -> list[Message]:
     "The advice that weights of 8 bits may be faster, where they can be had and are not there yet."
-    if llm.loaded.settings.quantization or llm.loaded.backend.name not in PACKED:
+    loaded = llm.loaded
+    if loaded.settings.quantization or loaded.backend.name not in PACKED:
         return []
     why = "half as large as in bf16, which is faster where a step waits for them"
-    if any(hasattr(p, "groups") for p in llm.loaded.model.parameters()):
+    if any(hasattr(p, "groups") for p in loaded.model.parameters()):
         why = "whole numbers when they are multiplied, which is faster for several requests at once"
     int8 = Option("quantization", "int8")
     return [Message(f"{{int8}} makes weights {why}, and a little less exact: try it", int8=int8)]

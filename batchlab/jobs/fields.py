@@ -205,13 +205,13 @@ class JobFields:
     def input_columns(self) -> list[str]:
         """The columns of the input that are copied beside the answers: a table's, or the keys of
         all lines but batchlab's own."""
-        own = {"custom_id"} if self.id_column == "custom_id" else set[str]()
-        if self.from_table:
-            return [n for n in self.table().names if n not in own]
+        columns = self.columns
+        if columns and self.from_table:
+            return [n for n in columns.names if n not in columns.own]
         if self.input_kind == "txt":
             return []
         known = {"id", "custom_id"} if self.line_form == "plain" else BATCH_KEYS
-        ours = lambda k, v: k in own if self.columns else k in known or is_setting(k, v)
+        ours = lambda k, v: k in columns.own if columns else k in known or is_setting(k, v)
         return keys_of(
             as_far_as_readable(read_raw(self.input, self.input_kind, self.text_form())), ours
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 __all__ = ['BROKEN', 'cant_read', 'read_raw']
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000026
-import csv, errno, itertools, json, math, os, re, zlib
-from collections.abc import Iterator
+import csv, errno, io, itertools, json, math, os, re, zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -31,23 +31,23 @@ from batchlab.jobs.tables import (
     file_kind,
     opened_text,
     opener_of,
-    write_csv,
-    write_parquet,
 )
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000126
 Raw = bytes | AskedRow  # a line of JSONL, or a row of a table
 
 
-def read_lines(f: IO[bytes], longest: int = 2**31) -> Iterator[tuple[int, bytes]]:
-    """Yield `(number, bytes)` for each line of binary file `f`, from 1; of one beyond `longest`
-    bytes the first `longest` + 1."""
+def read_lines(
+    readline: Callable[[int], bytes], longest: int = 2**31
+) -> Iterator[tuple[int, bytes]]:
+    """Yield `(number, bytes)` for each line that `readline` of a file gives, from 1; of one beyond
+    `longest` bytes the first `longest` + 1."""
     for number in itertools.count(1):
-        line = part = f.readline(longest + 1)
+        line = part = readline(longest + 1)
         if not line:
             return
         while len(line) > longest and part and not part.endswith(b"\n"):
-            part = f.readline(longest)
+            part = readline(longest)
         yield number, line.removesuffix(b"\n")
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000029
@@ -74,21 +74,29 @@ def float_or_text(text: str) -> float | str:
     return v if math.isfinite(v := float(text)) else text
 
 
-def json_lines(f: IO[bytes], name: str | Path) -> Iterator[tuple[int, bytes]]:
-    """As `read_lines`, of a file that may be an array of objects instead. Raises `JobError` for
+def text_lines(text: IO[str]) -> Iterator[tuple[int, bytes]]:
+    "As `read_lines`, of a text, in UTF-8."
+    readline = lambda size: text.readline(size).encode(errors="surrogateescape")
+    return read_lines(readline, LONGEST_LINE)
+
+
+def json_lines(text: io.TextIOWrapper, name: str | Path) -> Iterator[tuple[int, bytes]]:
+    """As `text_lines`, of a file that may be an array of objects instead. Raises `JobError` for
     one that is broken."""
-    start = f.peek(2**16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]  # type: ignore[attr-defined]
-    if start != b"[":
-        yield from read_lines(f, LONGEST_LINE)
-    else:
-        try:
-            items = json.load(f, object_pairs_hook=unique_keys, parse_float=float_or_text)
-        except (ValueError, RecursionError) as e:
-            raise JobError(
-                f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"
-            ) from e
-        for number, d in enumerate(items, 1):
-            yield number, encode_json(d).encode()
+    start = text.buffer.peek(2**16).decode(text.encoding, "replace")  # type: ignore[attr-defined]
+    if not start.lstrip("\ufeff \t\r\n").startswith("["):
+        yield from text_lines(text)
+        return
+    text.reconfigure(errors="strict")
+    how: dict[str, Any] = dict(object_pairs_hook=unique_keys, parse_float=float_or_text)
+    try:
+        items = json.loads(text.read().removeprefix("\ufeff"), **how)
+    except (ValueError, RecursionError) as e:
+        raise JobError(
+            f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"
+        ) from e
+    for number, d in enumerate(items, 1):
+        yield number, encode_json(d).encode(errors="backslashreplace")
 
 # %% ../../nbs/6_jobs/formats.ipynb #ob000035
 BROKEN = OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError
@@ -125,8 +133,8 @@ def read_raw(
                 yield number, row._replace(failure=f"not CSV ({why})") if why else row
             return
         with opener_of(name)(name, "rb") as file:
-            f = opened_text(file, name, text_form and text_form.encoding)
-            lines = json_lines(f, name) if kind == "json" else read_lines(f, LONGEST_LINE)
+            text = opened_text(file, name, text_form and text_form.encoding)
+            lines = json_lines(text, name) if kind == "json" else text_lines(text)
             for number, raw in lines:
                 if raw.strip():
                     yield number, prompt_line(raw) if kind == "txt" else raw
@@ -199,9 +207,9 @@ def export_records(
     try:
         with whole_file(output) as new:
             if kind == "parquet":
-                write_parquet(AnswerTable(records, source, names), new)
+                AnswerTable(records, source, names).write_parquet(new)
             elif kind in TABLES:
-                write_csv(AnswerTable(records, source, names), new, output)
+                AnswerTable(records, source, names).write_csv(new, output)
             else:
                 with opener_of(output)(new, "wb") as f:
                     f.writelines(as_json((names or UNNAMED).written(d)) for _, d in records())

@@ -25,9 +25,8 @@ from .journal import raw_records, recover, sort_records, without_failures
 from .lines import LINE_DEFAULTS, JobLine, digest_of, guess_form
 from .planning import JobPlan, plan_with_model, plan_without_model
 from .progress import JobResult, Progress
-from .runner import Admitted, LineRunner, ModelNames, Remarks
-from .runner import good_order, model_digest
-from .tables import TABLES, file_kind, need_parquet, no_talk
+from .runner import Admitted, LineRunner, ModelNames, good_order, model_digest
+from .tables import file_kind, need_parquet, no_talk
 
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.tasks.admit import AdaptedAnswers
@@ -52,14 +51,6 @@ def tally(r: JobResult, record: dict[str, Any]) -> bool:
         for answer in answers
     )
     return error is not None
-
-
-def too_many_failures(most: int) -> JobError:
-    text = (
-        "stopped: more than {most:,} requests failed; the same again goes on, {retry} tries the "
-        "failed again"
-    )
-    return JobError(text, 1, most=most, retry=Option("retry_errors", True))
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #d9d4ae38
 def in_good_order(
@@ -89,7 +80,7 @@ class Run:
         self.room = (
             llm.limits.max_num_seqs * (5 if llm.settings.strategy == "continuous" else 16) // 4 + 1
         )
-        self.remarks = Remarks(job.warn)
+        self.ignored = set[str]()  # keys without meaning that were named
         self.names = ModelNames.of(llm, job.model_name, job.any_model)
         self.new_errors = 0  # failures of this run
         self.trouble: JobError | None = None  # what ended the input early
@@ -99,11 +90,18 @@ class Run:
         try:
             for line in self.job.lines(self.book):
                 if not line.cells:
-                    self.remarks.on(line)  # what is kept is not ignored
+                    self.remark(line)  # what is kept is not ignored
                 self.names.check(line)
                 yield line
         except JobError as e:
             self.trouble = e
+
+    def remark(self, line: JobLine) -> None:
+        "Name the keys of `line` without meaning, each once, up to fifty of a file."
+        if (more := {*line.ignored} - self.ignored) and len(self.ignored) < 50:
+            self.ignored |= more
+            keys = ", ".join(sorted(more))[:300]
+            self.job.warn(f"{line.where}: keys without meaning here, ignored: {keys}")
 
     def settle(self, line: JobLine, record: dict[str, Any]) -> None:
         "Count `record`, and keep it."
@@ -118,7 +116,10 @@ class Run:
         "Write what is due. Raises `JobError` after too many failures."
         self.outbox.flush()
         if self.job.max_errors is not None and self.new_errors > self.job.max_errors:
-            raise too_many_failures(self.job.max_errors)
+            text = "stopped: more than {most:,} requests failed; the same again goes on, {retry} "
+            text += "tries the failed again"
+            retry = Option("retry_errors", True)
+            raise JobError(text, 1, most=self.job.max_errors, retry=retry)
 
     def steps(self) -> Generator[None, None, None]:
         "Run the lines; yield after each step. Closed early, it leaves nothing running."
@@ -272,106 +273,6 @@ def frozen_heap() -> Iterator[None]:
         finally:
             gc.unfreeze()
 
-# %% ../../nbs/6_jobs/41_jobs.ipynb #0653ff88
-def take_up(job: Job, stack: ExitStack) -> tuple[Ledgerbook, bool]:
-    """Hold the files of `job` until `stack` closes, and find what earlier runs left in them: as
-    `recover` says it. Raises `JobError`."""
-    if job.output is None:
-        raise JobError("no output: name a file for the answers")
-    for path in (job.output, job.error_file):
-        if path and path != "-":
-            lock(path, stack)
-    if "parquet" in (file_kind(job.output), job.input_kind):
-        need_parquet()
-    own = job.settings(), job.force, job.retry_errors, job.names
-    found = recover(job.output, job.error_file, *own)
-    job.retry_errors = False
-    for remark in input_remarks(job):
-        job.warn(remark)
-    return found
-
-
-def prepare_files(job: Job, book: Ledgerbook, model: str) -> None:
-    """Make the files of `job` ready to grow. `model`: the digest of the one that runs it. Raises
-    `JobError` if other settings or another model began it."""
-    assert job.output is not None
-    write_settings(settings_file(job.output), job.settings() | dict(model=model), job.force)
-    if book.retry:
-        for path in has_records(journal_of(job.output), job.error_file):
-            without_failures(path, book.last, job.names)
-
-# %% ../../nbs/6_jobs/41_jobs.ipynb #b2537c2c
-@contextmanager
-def open_outbox(job: Job) -> Iterator[Outbox]:
-    "Give the `Outbox` of `job`, with its files open. Raises `JobError`."
-    with ExitStack() as stack:
-        paths = [journal_of(p) for p in (job.output, job.error_file) if p]
-        made = [StandardOutput() if p == "-" else AnswerFile(p) for p in paths]
-        files = [stack.enter_context(closing(f)) for f in made]
-        form = as_json if paths[0] == str(job.output) else as_journal
-        yield Outbox(files[0], files[-1], job.ordered, job.names, form)
-
-
-def run_lines(job: Job, llm: Any, book: Ledgerbook) -> None:
-    "Run the lines of `job` that have no answer in `book`, with `llm`. Raises `JobError`."
-    if job.output != "-":
-        prepare_files(job, book, model_digest(llm))
-    progress = Progress(job.result, job.say, job.use_tqdm)
-    with open_outbox(job) as outbox, frozen_heap(), closing(progress):
-        try:
-            job.begin(llm, book, outbox).loop(progress)
-        except sqlite3.Error as e:
-            raise JobError(
-                f"can't keep count in the folder for temporary files ({e}): make room, and run again",
-                1,
-            ) from e
-
-# %% ../../nbs/6_jobs/41_jobs.ipynb #49e06a56
-def finish_output(job: Job, unsorted: bool) -> None:
-    "Put the records of `job` in order, and make its output of them, if it is not that already."
-    assert job.output is not None
-    journal, table = journal_of(job.output), file_kind(job.output) in TABLES
-    if job.ordered and unsorted:
-        for path in has_records(None if job.output == "-" else journal, job.error_file):
-            sort_records(path, job.names)
-    some = has_records(journal)
-    for path in (job.output, job.error_file):  # there also where there was no request
-        if path and path != "-" and journal_of(path) == str(path):
-            open(path, "ab").close()
-    there, written = Path(job.output).exists(), os.path.getmtime
-    if journal == str(job.output) or there and not some:
-        return
-    if there and written(job.output) > written(journal):
-        return  # made of it already, and perhaps edited since
-    if table and some:
-        sort_records(journal, job.names)
-    source = job.table() if table and job.from_table else None
-    records = lambda: ((n, d) for path in some for n, _, d in raw_records(path, job.names))
-    export_records(records, job.output, source, job.names)
-
-
-def leave(job: Job, done: bool) -> None:
-    "Delete the folder beside the output if `job` is `done`, or has no record yet."
-    if job.output is None or job.output == "-":
-        return
-    some = has_records(job.output, journal_of(job.output), job.error_file)
-    if not some or done and not job.keep_journal:
-        drop_side(job.output)
-
-# %% ../../nbs/6_jobs/41_jobs.ipynb #b1356cba
-def check_open(job: Job, book: Ledgerbook) -> None:
-    "Raise `JobError` if the output of `job` is finished, so that no answers can be added."
-    grows = journal_of(job.output or "") == str(job.output)
-    if book.finished and not (grows and job.force):
-        raise JobError(
-            "{output} is finished, and {n:,} requests of {input} have no answer in it",
-            advice="give another output" + ", or {force}, which adds them" * grows,
-            output=job.output,
-            n=job.result.total - job.result.done,
-            input=job.input,
-            force=Option("force", True),
-        )
-
 # %% ../../nbs/6_jobs/41_jobs.ipynb #d56243c7
 class Job(JobFields):
     """Requests from a file, answers to another. Takes what `JobFields` says."""
@@ -398,44 +299,6 @@ class Job(JobFields):
                 raise no_talk("messages")
         SamplingParams.of(LINE_DEFAULTS["plain"] | (self.sampling_params or {}))
 
-    def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
-        "The `JobResult` to begin with, and what ended the reading of the input early."
-        found = survey(self.raw(), book, self.input, self.force, self.limit is None)
-        self.warn_of_gaps()
-        return found
-
-    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
-        "The `Run` of this job with `llm`; the files of `outbox` are open."
-        return LocalRun(self, llm, book, outbox)
-
-    def run(self, llm: AdaptedAnswers | Callable[[], AdaptedAnswers]) -> JobResult:
-        """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
-
-        `llm`: an `LLM`, or a function that makes one. Raises `JobError`. After it, a
-        KeyboardInterrupt, or the death of the process, the same call resumes the job."""
-        self.check()
-        with ExitStack() as stack:
-            book, unsorted = take_up(self, stack)
-            self.result, trouble = self.survey(book)
-            if not self.result.total:
-                self.warn(f"{self.input} has no request in it")
-            done = False
-            try:
-                if self.result.done < self.result.total:
-                    check_open(self, book)
-                    run_lines(self, llm() if callable(llm) else llm, book)
-                elif book.finished:
-                    self.warn(
-                        f"{self.output} is finished: nothing is run, and no setting is compared"
-                    )
-                if trouble:
-                    raise trouble
-                finish_output(self, unsorted)
-                done = self.limit is None and self.result.answered == self.result.total
-            finally:
-                leave(self, done)
-        return self.result
-
     def dry_run(self) -> JobPlan:
         "A `JobPlan` without a model: which lines can't be read. Writes nothing."
         self.check()
@@ -448,3 +311,144 @@ class Job(JobFields):
         `memory_bytes`: what it must fit into, see `LLM.plan`. Writes nothing."""
         self.check()
         return plan_with_model(self, llm, calibrate, memory_bytes)
+
+    # A run
+    def run(self, llm: AdaptedAnswers | Callable[[], AdaptedAnswers]) -> JobResult:
+        """Answer what has no answer yet: a `JobResult`, which is also `self.result` while it runs.
+
+        `llm`: an `LLM`, or a function that makes one. Raises `JobError`. After it, a
+        KeyboardInterrupt, or the death of the process, the same call resumes the job."""
+        self.check()
+        with ExitStack() as stack:
+            book, unsorted = self.take_up(stack)
+            self.result, trouble = self.survey(book)
+            if not self.result.total:
+                self.warn(f"{self.input} has no request in it")
+            done = False
+            try:
+                if self.result.done < self.result.total:
+                    self.check_open(book)
+                    self.run_lines(llm() if callable(llm) else llm, book)
+                elif book.finished:
+                    self.warn(
+                        f"{self.output} is finished: nothing is run, and no setting is compared"
+                    )
+                if trouble:
+                    raise trouble
+                self.finish(unsorted)
+                done = self.limit is None and self.result.answered == self.result.total
+            finally:
+                self.leave(done)
+        return self.result
+
+    def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
+        "The `JobResult` to begin with, and what ended the reading of the input early."
+        found = survey(self.raw(), book, self.input, self.force, self.limit is None)
+        self.warn_of_gaps()
+        return found
+
+    def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
+        "The `Run` of this job with `llm`; the files of `outbox` are open."
+        return LocalRun(self, llm, book, outbox)
+
+    def run_lines(self, llm: Any, book: Ledgerbook) -> None:
+        "Run the lines that have no answer in `book`, with `llm`. Raises `JobError`."
+        if self.output and self.output != "-":
+            now = self.settings() | dict(model=model_digest(llm))
+            write_settings(settings_file(self.output), now, self.force)
+        if book.retry:
+            for path in self.records:
+                without_failures(path, book.last, self.names)
+        progress = Progress(self.result, self.say, self.use_tqdm)
+        with self.open_outbox() as outbox, frozen_heap(), closing(progress):
+            try:
+                self.begin(llm, book, outbox).loop(progress)
+            except sqlite3.Error as e:
+                raise JobError(
+                    f"can't keep count in the folder for temporary files ({e}): make room, and "
+                    "run again",
+                    1,
+                ) from e
+
+    # Its files
+    @property
+    def files(self) -> list[str | Path]:
+        "The output and the error file, as far as they are on the disk."
+        return [p for p in (self.output, self.error_file) if p and p != "-"]
+
+    @property
+    def records(self) -> list[str | Path]:
+        "The files that have records in them."
+        return has_records(*map(journal_of, self.files))
+
+    @property
+    def grows(self) -> bool:
+        "Whether records are appended to the output itself."
+        return journal_of(self.output or "") == str(self.output)
+
+    def take_up(self, stack: ExitStack) -> tuple[Ledgerbook, bool]:
+        """Hold the files until `stack` closes, and find what earlier runs left in them: as
+        `recover` says it. Raises `JobError`."""
+        if self.output is None:
+            raise JobError("no output: name a file for the answers")
+        for path in self.files:
+            lock(path, stack)
+        if "parquet" in (file_kind(self.output), self.input_kind):
+            need_parquet()
+        own = self.settings(), self.force, self.retry_errors, self.names
+        found = recover(self.output, self.error_file, *own)
+        self.retry_errors = False
+        for remark in input_remarks(self):
+            self.warn(remark)
+        return found
+
+    def check_open(self, book: Ledgerbook) -> None:
+        "Raise `JobError` if the output is finished, so that no answers can be added."
+        if book.finished and not (self.grows and self.force):
+            raise JobError(
+                "{output} is finished, and {n:,} requests of {input} have no answer in it",
+                advice="give another output" + ", or {force}, which adds them" * self.grows,
+                output=self.output,
+                n=self.result.total - self.result.done,
+                input=self.input,
+                force=Option("force", True),
+            )
+
+    @contextmanager
+    def open_outbox(self) -> Iterator[Outbox]:
+        "Give the `Outbox`, with its files open. Raises `JobError`."
+        with ExitStack() as stack:
+            paths = [journal_of(p) for p in (self.output, self.error_file) if p]
+            made = [StandardOutput() if p == "-" else AnswerFile(p) for p in paths]
+            files = [stack.enter_context(closing(f)) for f in made]
+            form = as_json if self.grows else as_journal
+            yield Outbox(files[0], files[-1], self.ordered, self.names, form)
+
+    def finish(self, unsorted: bool) -> None:
+        "Put the records in order, and make the output of them, if it is not that already."
+        assert self.output is not None
+        if self.ordered and unsorted:
+            for path in self.records:
+                sort_records(path, self.names)
+        for path in self.files:  # there also where there was no request
+            if journal_of(path) == str(path):
+                open(path, "ab").close()
+        journal = journal_of(self.output)
+        there, some, written = Path(self.output).exists(), has_records(journal), os.path.getmtime
+        if self.grows or there and not some:
+            return
+        if there and written(self.output) > written(journal):
+            return  # made of it already, and perhaps edited since
+        if self.to_table and some:
+            sort_records(journal, self.names)
+        source = self.table() if self.to_table and self.from_table else None
+        records = lambda: ((n, d) for path in some for n, _, d in raw_records(path, self.names))
+        export_records(records, self.output, source, self.names)
+
+    def leave(self, done: bool) -> None:
+        "Delete the folder beside the output if the job is `done`, or has no record yet."
+        if self.output is None or self.output == "-":
+            return
+        some = self.records or has_records(self.output)
+        if not some or done and not self.keep_journal:
+            drop_side(self.output)

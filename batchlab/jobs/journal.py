@@ -180,7 +180,7 @@ def recover_answers(
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("rb") as f:
-        for number, raw in read_lines(f):
+        for number, raw in read_lines(f.readline):
             found = read_record(raw, names)
             if bad or not (ours or found):
                 raise JobError(
@@ -341,7 +341,7 @@ def raw_records(
     """Yield `(line number, bytes, record)` of each line in file `path` of answers, which has
     been recovered."""
     with open(path, "rb") as f:
-        for _, raw in read_lines(f):
+        for _, raw in read_lines(f.readline):
             found = read_record(raw, names)
             assert found, f"{path} has changed"
             yield found[0], raw + b"\n", found[2]

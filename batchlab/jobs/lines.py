@@ -9,14 +9,14 @@ from __future__ import annotations
 __all__ = ['NO_TALK', 'JobLine', 'digest_of', 'parse_line']
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000003
-import hashlib, itertools, json
+import hashlib, itertools, json, math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core.params import SamplingParams
+from ..core.params import SamplingParams, is_number
 from . import schema as openai
 from .formats import LONGEST_LINE, Raw, float_or_text, unique_keys
 from batchlab.jobs.schema import (
@@ -42,11 +42,9 @@ from batchlab.jobs.pooling import (
     POOLING_KINDS,
     PoolingRequest,
     TextsOutput,
-    check_finite,
     vector_json,
     parse_pooling,
     pooling_body,
-    texts_usage,
 )
 from batchlab.jobs.tables import (
     ANSWER,
@@ -59,12 +57,14 @@ from batchlab.jobs.tables import (
     kept_cells,
     plain_json,
 )
-from .responses import ResponseAsked, Roles, chat_body, read_response, roles_of
+from .responses import ResponseAsked, chat_body, read_response
 from .responses import response_error, as_response_error, response_head, response_of
-from .tools import ToolChoice, ToolFormat, format_of, parse_answer, take_tools
+from .tools import ToolChoice, ToolFormat, parse_answer, take_tools
 
 if TYPE_CHECKING:
     from batchlab.llm.outputs import RequestOutput
+
+_T = TypeVar("_T")
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000004
 @dataclass
@@ -108,16 +108,6 @@ class JobLine:
     def where(self) -> str:
         "How messages name it, such as 'line 3'."
         return f"{self.unit} {self.number}"
-
-    @property
-    def conversation(self) -> Any:
-        """Its messages as `LLM.chat` takes them: a list, or a dict that has its chat options too if
-        there are any. None for a prompt."""
-        return (
-            dict(messages=self.messages, **self.chat_options)
-            if self.messages and self.chat_options
-            else self.messages
-        )
 
 # %% ../../nbs/6_jobs/lines.ipynb #137db825
 def digest_of(raw: Raw) -> str:
@@ -210,27 +200,6 @@ def take_chat_options(d: dict[str, Any]) -> dict[str, Any]:
         )
     return {k: v for k, v in taken.items() if v is not None and v != []}
 
-
-def refuse_priority(d: dict[str, Any]) -> None:
-    "Raise `BadRequest` if dict `d` has a `priority`."
-    if d.get("priority") is not None:
-        raise BadRequest(
-            "priority means nothing in a file: its requests run in whichever order is the "
-            "quickest, so leave it out",
-            param="priority",
-        )
-
-
-def take_timeout(d: dict[str, Any]) -> float | None:
-    "Remove `timeout` from dict `d` and return it: seconds, or None. Raises `BadRequest`."
-    if (v := d.pop("timeout", None)) is None:
-        return None
-    if isinstance(v, bool) or not isinstance(v, (int, float)) or not 0 < v < float("inf"):
-        raise BadRequest(
-            f"timeout must be a number of seconds above 0, got {v!r:.40}", param="timeout"
-        )
-    return v
-
 # %% ../../nbs/6_jobs/lines.ipynb #ob000013
 ANOTHER_FORM = (  # `.format(what the line is, what the file has)`
     "this is {}, but the file is read as {} (so says --format, or else its first good line): "
@@ -248,8 +217,17 @@ def form_of_keys(d: dict[str, Any]) -> str | None:
 def plain_settings(line: JobLine, d: dict[str, Any], chat: bool = False) -> None:
     """Fill the settings of `line` from `d`, an object without its prompt, of which keys are taken.
     `chat`: its prompt becomes a chat, which may have options. Raises `BadRequest`."""
-    refuse_priority(d)
-    line.timeout = take_timeout(d)
+    if d.get("priority") is not None:
+        raise BadRequest(
+            "priority means nothing in a file: its requests run in whichever order is the "
+            "quickest, so leave it out",
+            param="priority",
+        )
+    seconds = line.timeout = d.pop("timeout", None)
+    if seconds is not None and not (is_number(seconds, float) and 0 < seconds < math.inf):
+        raise BadRequest(
+            f"timeout must be a number of seconds above 0, got {seconds!r:.40}", param="timeout"
+        )
     line.adapter = d.pop("adapter", None)
     if not isinstance(line.adapter, str | None):
         raise BadRequest(
@@ -405,8 +383,7 @@ def row_line(line: JobLine, row: AskedRow, chat: bool = False) -> None:
 def row_of_object(d: dict[str, Any], columns: Columns) -> AskedRow:
     "The row that `columns` make of `d`, an object with its owner's keys: they are its columns."
     row = columns.row(dict.fromkeys(columns.names) | d)
-    ids = {"custom_id"} if columns.id_column == "custom_id" else set[str]()
-    return row._replace(cells=kept_cells(d, d.keys() - ids))
+    return row._replace(cells=kept_cells(d, d.keys() - columns.own))
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000016
 NO_TALK = "a system message is for conversations: give chat (--chat) as well, or messages"
@@ -434,26 +411,26 @@ def parse_line(
         "plain" if form == "plain" else "text",
         unit="line" if isinstance(raw, bytes) else "row",
     )
+    row = None if isinstance(raw, bytes) else raw
     try:
-        if isinstance(raw, AskedRow):
-            row_line(line, raw, chat)
-        elif len(raw) > LONGEST_LINE:
-            raise BadRequest(f"longer than {LONGEST_LINE:,} bytes")
-        elif form == "batch":
-            batch_line(line, json_object(raw))
-        elif columns:
-            row = row_of_object(json_object(raw, strict=False), columns)
-            system = row.system or system
+        if isinstance(raw, bytes):
+            if len(raw) > LONGEST_LINE:
+                raise BadRequest(f"longer than {LONGEST_LINE:,} bytes")
+            d = json_object(raw, strict=form == "batch")
+            if form == "batch":
+                batch_line(line, d)
+            elif columns:
+                row = row_of_object(d, columns)
+            elif embed:
+                embed_line(line, d)
+            else:
+                plain_line(line, d, chat)
+        if row:
             row_line(line, row, chat)
-        elif embed:
-            embed_line(line, json_object(raw, strict=False))
-        else:
-            plain_line(line, json_object(raw, strict=False), chat)
+            system = system if row.system is None else row.system
         if chat and isinstance(line.prompt, str):
             line.original_prompt, line.prompt = line.prompt, None
             line.messages = [dict(role="user", content=line.original_prompt)]
-        if isinstance(raw, AskedRow) and raw.system is not None:  # of its own
-            system = raw.system
         if system is not None and line.kind == "plain" and line.messages is None:
             raise BadRequest(NO_TALK)
         if line.messages and line.kind == "plain":
@@ -486,22 +463,16 @@ class ParamsCache(dict[str, SamplingParams]):
 
     def __init__(self, defaults: dict[str, Any] | None = None) -> None:
         self.defaults = defaults or {}
-        self.formats = dict[Any, ToolFormat | None]()  # by template
-        self.allowed_roles = dict[Any, Roles]()  # by template
+        self.of_templates = dict[Any, Any]()
 
-    def format(self, tokenizer: Any, template: str | None) -> ToolFormat | None:
-        """`format_of(tokenizer, template)`, worked out once for each `template`: a job has one
+    def of_template(
+        self, find: Callable[[Any, str | None], _T], tokenizer: Any, template: str | None
+    ) -> _T:
+        """`find(tokenizer, template)`, worked out once for each `template`: a job has one
         `tokenizer`."""
-        if template not in self.formats:
-            self.formats[template] = format_of(tokenizer, template)
-        return self.formats[template]
-
-    def roles(self, tokenizer: Any, template: str | None) -> Roles:
-        """`roles_of(tokenizer, template)`, worked out once for each `template`: a job has one
-        `tokenizer`."""
-        if template not in self.allowed_roles:
-            self.allowed_roles[template] = roles_of(tokenizer, template)
-        return self.allowed_roles[template]
+        if (find, template) not in self.of_templates:
+            self.of_templates[find, template] = find(tokenizer, template)
+        return self.of_templates[find, template]
 
     def of(self, line: JobLine) -> SamplingParams:
         "The `SamplingParams` of `line`, which asks for text. Raises `BadRequest`, `ParamError`."
@@ -537,10 +508,9 @@ def pooling_record(
 ) -> dict[str, Any]:
     "The record of a line that asked for vectors, scores or classes. Raises `BadRequest`."
     if line.kind == "plain":
-        check_finite(out)
-        return plain_ids(line) | dict(
-            embedding=vector_json(out.parts[0].outputs.data), usage=texts_usage(out), error=None
-        )
+        out.check_finite()
+        vector = vector_json(out.parts[0].outputs.data)
+        return plain_ids(line) | dict(embedding=vector, usage=out.usage, error=None)
     return batch_record(line, pooling_body(asked, out, f"{line.number}-{line.digest}", model))
 
 # %% ../../nbs/6_jobs/lines.ipynb #ob000022-1

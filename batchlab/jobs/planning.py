@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import heapq, itertools, random, sys, time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +26,13 @@ if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.llm.outputs import MemoryPlan, RequestGroup, StreamEvent
 
 # %% auto #0
-__all__ = ['JobPlan']
-
-# %% ../../nbs/6_jobs/planning.ipynb #1abfd0c5
-def seconds_at(p: JobPlan, fast: bool) -> tuple[float, float] | None:
-    "Seconds to read and to write, at the `fast` rates or the slow ones; None without a rate."
-    if not p.prompt_rates or p.max_output_tokens and not p.output_rates:
-        return None
-    reading = (p.prompt_tokens - p.shared_tokens) / p.prompt_rates[fast]
-    return reading, p.max_output_tokens / p.output_rates[fast] if p.output_rates else 0
+__all__ = ['between', 'JobPlan']
 
 # %% ../../nbs/6_jobs/planning.ipynb #b5e7630f
+def between(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
 @dataclass
 class JobPlan:
     """An estimate of what a job would take. `failures`: the first of the `failed` lines, which
@@ -69,82 +65,89 @@ class JobPlan:
         self.max_output_tokens += sum(r.max_tokens for r in rs)
         self.longest = max(self.longest, *(r.max_len for r in rs))
 
+    def fail(self, line: JobLine) -> None:
+        "Count a `line` that can't run; the first ten are kept."
+        self.failed += 1
+        if line.failure and len(self.failures) < 10:
+            self.failures.append(f"{line.where}: {line.failure[1]}")
+
+    # Its time
+    def phases(self, fast: bool) -> tuple[float, float] | None:
+        "Seconds to read and to write, at the `fast` rates or the slow ones; None without a rate."
+        if not self.prompt_rates:
+            return None
+        read = (self.prompt_tokens - self.shared_tokens) / self.prompt_rates[fast]
+        return read, self.max_output_tokens / self.output_rates[fast] if self.output_rates else 0
+
     @property
     def least_seconds(self) -> float | None:
         "About what it takes if every answer ends with its first token; None if no rate is known."
-        return found[0] if (found := seconds_at(self, True)) else None
+        return found[0] if (found := self.phases(True)) else None
 
     @property
     def seconds(self) -> float | None:
         """About what it takes if every answer takes all its tokens, by the slower rates, and a
         quarter more; None if no rate is known."""
-        return 1.25 * sum(found) if (found := seconds_at(self, False)) else None
+        return 1.25 * sum(found) if (found := self.phases(False)) else None
 
+    # In words
     def __str__(self) -> str:
         return self.said()
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The plan in lines, each `Option` in them as `spell` writes it."
         advice = (f"faster: {m.said(spell)}" for m in self.advice)
-        return "\n".join([*counted(self, spell), *timed(self), *advice])
+        return "\n".join([*self.counted(spell), *self.timed(), *advice])
 
-# %% ../../nbs/6_jobs/planning.ipynb #8b63c2b6
-def counted(p: JobPlan, spell: Callable[[Option], str] = str) -> list[str]:
-    "The counts of `p` in lines, with each `Option` as `spell` writes it."
-    more = f"; {p.failed:,} more can not run" if p.failed else ""
-    lines = [f"{counted_words(p.requests, 'request')}{more}", *(f"  {f}" for f in p.failures)]
-    if p.ignored:
-        lines += [f"keys without meaning here, ignored: {', '.join(sorted(p.ignored)[:50])}"]
-    if p.prompt_tokens:
-        lines += [
-            f"tokens: {p.prompt_tokens:,} in prompts, of which {p.shared_tokens:,} are shared "
-            f"prefixes; at most {p.max_output_tokens:,} to generate; the longest request "
-            f"{p.longest:,}"
+    def counted(self, spell: Callable[[Option], str] = str) -> list[str]:
+        "The counts in lines."
+        more = f"; {self.failed:,} more can not run" if self.failed else ""
+        lines = [f"{counted_words(self.requests, 'request')}{more}"]
+        lines += [f"  {failure}" for failure in self.failures]
+        if self.ignored:
+            keys = ", ".join(sorted(self.ignored)[:50])
+            lines += [f"keys without meaning here, ignored: {keys}"]
+        if self.prompt_tokens:
+            lines += [
+                f"tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are "
+                f"shared prefixes; at most {self.max_output_tokens:,} to generate; the longest "
+                f"request {self.longest:,}"
+            ]
+        if m := self.memory:
+            from batchlab.llm.outputs import memory_lines
+
+            mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), self.limits
+            lines += [
+                f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
+                f"{mb(m.kv_limit_bytes)}, in {counted_words(m.slots, 'slot')}",
+                *memory_lines(m, spell),
+                f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
+                f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
+            ]
+        elif self.requests:
+            lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
+        return lines
+
+    def timed(self) -> list[str]:
+        "The speed that was found and the time that follows, in lines; [] if nothing was tried."
+        if not self.prompt_rates or not (slow := self.phases(False)):
+            return []
+        speed = between(*(f"{r:,.0f}" for r in self.prompt_rates)) + " prompt tokens"
+        time = between(duration(self.least_seconds), duration(self.seconds))
+        cost = []
+        if self.output_rates:
+            speed += f" and {between(*(f'{r:,.0f}' for r in self.output_rates))} output tokens"
+            time += ", by how early the answers end"
+            read, write = (f"{seconds / sum(slow):.0%}" for seconds in slow)
+            cost = [
+                f"cost: {read} for reading prompts, {write} for answers, if each takes all its "
+                "tokens"
+            ]
+        return [
+            f"speed: {speed} a second, tried on {counted_words(self.tried, 'request')}",
+            f"time: {time}; longer if the machine has other work",
+            *cost,
         ]
-    if m := p.memory:
-        from batchlab.llm.outputs import memory_lines
-
-        mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), p.limits
-        lines += [
-            f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
-            f"{mb(m.kv_limit_bytes)}, in {counted_words(m.slots, 'slot')}",
-            *memory_lines(m, spell),
-            f"settings: max_num_seqs {l.max_num_seqs}, max_num_batched_tokens "
-            f"{l.max_num_batched_tokens}, max_model_len {l.max_model_len}",
-        ]
-    elif p.requests:
-        lines += ["how long the prompts are was not checked: that takes a model, as in a plan"]
-    return lines
-
-# %% ../../nbs/6_jobs/planning.ipynb #743e13cf
-def between(least: str, most: str) -> str:
-    return least if least == most else f"{least} to {most}"
-
-
-def timed(p: JobPlan) -> list[str]:
-    "The speed that `p` has found and the time that it takes, in lines; [] if nothing was tried."
-    slow = seconds_at(p, False)
-    if not p.prompt_rates or not slow:
-        return []
-    read, *wrote = (
-        between(*(f"{r:,.0f}" for r in rates))
-        for rates in (p.prompt_rates, p.output_rates)
-        if rates
-    )
-    written = f" and {wrote[0]} output tokens" if wrote else ""
-    early = ", by how early the answers end" if wrote else ""
-    tried = counted_words(p.tried, "request")
-    time = between(duration(p.least_seconds), duration(p.seconds))
-    lines = [
-        f"speed: {read} prompt tokens{written} a second, tried on {tried}",
-        f"time: {time}{early}; longer if the machine has other work",
-    ]
-    if wrote:
-        lines += [
-            f"cost: {slow[0] / sum(slow):.0%} for reading prompts, {slow[1] / sum(slow):.0%} for "
-            "answers, if each takes all its tokens"
-        ]
-    return lines
 
 # %% ../../nbs/6_jobs/planning.ipynb #4041a8bf
 def sharing(seen: set[Any], ids: list[int]) -> int:
@@ -167,13 +170,6 @@ def noted(p: JobPlan, job: JobFields, names: ModelNames | None) -> Iterator[JobL
     job.warn_of_gaps()
 
 
-def fail(p: JobPlan, line: JobLine) -> None:
-    "Count a `line` that can't run; the first ten are kept."
-    p.failed += 1
-    if line.failure and len(p.failures) < 10:
-        p.failures.append(f"{line.where}: {line.failure[1]}")
-
-
 def plan_without_model(job: JobFields) -> JobPlan:
     "A `JobPlan` of which lines of `job` can't be read."
     p, params = JobPlan(), ParamsCache(job.sampling_params)
@@ -185,7 +181,7 @@ def plan_without_model(job: JobFields) -> JobPlan:
             except (BadRequest, BatchlabError) as e:
                 line.failure = "invalid_request", str(e)
         if line.failure:
-            fail(p, line)
+            p.fail(line)
         else:
             p.requests += 1
     return p
@@ -194,14 +190,18 @@ def plan_without_model(job: JobFields) -> JobPlan:
 Rates = tuple[float, float]  # tokens a second, the least and the most
 
 
-def speed(llm: AdaptedAnswers, prompts: list[list[int]], more: int) -> tuple[float, float]:
+def speed(
+    llm: AdaptedAnswers, prompts: list[list[int]], more: int, pooling: Sequence[Any] = ()
+) -> tuple[float, float]:
     """Prompt tokens a second until each of `prompts` (ids) has its first token, and output
-    tokens a second while each gets `more` of them."""
+    tokens a second while each gets `more` of them. `pooling`: the `PoolingParams` of each, if
+    they are only read; then the first rate is until the last is done, the second 0."""
     begun, busy = set[str](), True
     got: list[StreamEvent] = []
     from batchlab.llm.inputs import read_prompts
 
-    params = SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0)
+    writing = SamplingParams(max_tokens=1 + more, ignore_eos=True, temperature=0)
+    params = [*pooling[: len(prompts)]] or writing
     llm.loop.forget_prefixes()
     llm.loop.submit(llm.admit(read_prompts(prompts, False, params), got.append))
     start = read = now = time.perf_counter()
@@ -219,48 +219,28 @@ def speed(llm: AdaptedAnswers, prompts: list[list[int]], more: int) -> tuple[flo
 
 # %% ../../nbs/6_jobs/planning.ipynb #bf4f56aa
 def rates(
-    llm: AdaptedAnswers, prompts: list[list[int]], budget: int = 4096, more: int = 16
+    llm: AdaptedAnswers,
+    prompts: list[list[int]],
+    budget: int = 4096,
+    more: int = 16,
+    pooling: Sequence[Any] = (),
 ) -> tuple[Rates, Rates, int]:
     """Prompt tokens and output tokens a second of `llm`, and how many prompts it was tried on:
-    the first of `prompts` (ids), `budget` tokens in all.
+    the first of `prompts` (ids), `budget` tokens in all. `pooling`: see `speed`.
 
     Where that is few of them, as they are long, answers are also tried on as many as would run
     together, of which each is cut."""
     n = max(1, sum(total <= budget for total in itertools.accumulate(map(len, prompts))))
     rows = min(len(prompts), budget // 64)
     room = max(1, (llm.loaded.max_model_len or sys.maxsize) - more - 2)
-    whole, cut = (
-        [ids[:room] for ids in prompts[:n]],
-        [ids[: min(room, budget // rows)] for ids in prompts[:rows]],
-    )
-    speed(llm, [ids[:64] for ids in cut], 2)  # whatever is only slow the first time
-    tries = [speed(llm, whole, more), speed(llm, whole, more)]
-    read, written = (
-        [r for r, _ in tries],
-        [w for _, w in tries] + ([speed(llm, cut, more)[1]] if rows > n else []),
-    )
+    whole = [ids[:room] for ids in prompts[:n]]
+    cut = [ids[: min(room, budget // rows)] for ids in prompts[:rows]]
+    speed(llm, [ids[:64] for ids in cut], 2, pooling)  # whatever is only slow the first time
+    tries = [speed(llm, whole, more, pooling) for _ in range(2)]
+    if rows > n and not pooling:
+        tries.append((tries[0][0], speed(llm, cut, more)[1]))
+    read, written = zip(*tries)
     return (min(read), max(read)), (min(written), max(written)), n
-
-# %% ../../nbs/6_jobs/planning.ipynb #84b2587e-1
-def reading_rates(llm: AdaptedAnswers, texts: list[tuple[list[int], Any]]) -> tuple[Rates, int]:
-    """Tokens a second that `llm` reads where it writes nothing, and on how many it was tried:
-    the first of `texts`, pairs of ids and `PoolingParams`, 4096 tokens in all."""
-    from batchlab.llm.answers import finished
-    from batchlab.llm.inputs import read_prompts
-
-    n = max(1, sum(total <= 4096 for total in itertools.accumulate(len(ids) for ids, _ in texts)))
-
-    def seconds() -> float:
-        llm.loop.forget_prefixes()
-        start = time.perf_counter()
-        asked = [ids for ids, _ in texts[:n]], False, [params for _, params in texts[:n]]
-        for _ in finished(llm.events(read_prompts(*asked), longest_first=True)):
-            pass
-        return time.perf_counter() - start
-
-    seconds()  # whatever is only slow the first time
-    found = [sum(len(ids) for ids, _ in texts[:n]) / seconds() for _ in range(2)]
-    return (min(found), max(found)), n
 
 # %% ../../nbs/6_jobs/planning.ipynb #84b2587e-2
 AnyParams = SamplingParams | Any  # or `PoolingParams`, of a model that writes nothing
@@ -309,7 +289,7 @@ def plan_with_model(
             seen.clear()
         group = None if line.failure else admit_line(llm, line, params, first=not p.requests)
         if not group:
-            fail(p, line)
+            p.fail(line)
             continue
         prompts = prompts_of(group)
         if llm.loaded.causal:  # further answers to one prompt share it
@@ -327,10 +307,10 @@ def plan_with_model(
     longest, params_each = [ids for *_, ids, _ in sample.longest], [x for *_, x in sample.longest]
     groups = llm.admit(read_prompts(longest, False, params_each))
     p.memory = make_plan(llm.loop.engines, llm.adapters, groups, memory_bytes)
-    text = [ids for ids, x in sample.some if isinstance(x, SamplingParams)]
-    if calibrate and text:
-        p.prompt_rates, p.output_rates, p.tried = rates(llm, text)
-    elif calibrate:
-        p.prompt_rates, p.tried = reading_rates(llm, sample.some)
+    if calibrate:
+        text = [(ids, x) for ids, x in sample.some if isinstance(x, SamplingParams)]
+        tried, each = zip(*(text or sample.some))
+        p.prompt_rates, written, p.tried = rates(llm, [*tried], pooling=() if text else each)
+        p.output_rates = written if text else None
     p.advice = advise(llm, p.requests, p.longest, alike / p.prompt_tokens) + try_int8(llm)
     return p

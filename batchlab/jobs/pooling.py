@@ -25,10 +25,7 @@ if TYPE_CHECKING:  # a check of a file needs no torch
     from batchlab.tasks.admit import AdaptedAnswers
 
 # %% auto #0
-__all__ = ['MOST_TEXTS', 'TEXTS_A_PLACE', 'MANY', 'Ids', 'Inputs', 'Texts', 'FLAG', 'Empty', 'BODIES', 'POOLING_KINDS', 'TASK_OF',
-           'PAIRS', 'PoolingRequest', 'PoolBody', 'ClassifyBody', 'VectorBody', 'EmbedBody', 'PoolingBody', 'ScoreBody',
-           'RerankBody', 'pairs_of', 'params_of', 'parse_pooling', 'TextsOutput', 'TextsGroup', 'admit_texts',
-           'vector_json', 'check_finite', 'texts_usage', 'pooling_body']
+__all__ = []
 
 # %% ../../nbs/6_jobs/pooling.ipynb #a4149b82
 MOST_TEXTS = 2048  # of one request, as OpenAI has it
@@ -92,11 +89,31 @@ class PoolingRequest:
         priority: int | None = None,
         timeout: float | None = None,
     ) -> TextsGroup:
-        """The requests of its texts, made ready, as one that ends with all of them. Raises
-        `ModelError`, `PromptError`, `ParamError`."""
-        group = TextsGroup(request_id, index, on_event)
+        """The requests of its texts, each a prompt of its own, made ready as one that ends with
+        all of them; it has the error of the first that can't be run. Raises `ModelError`,
+        `PromptError`, `ParamError`."""
+        from batchlab.tasks.lora import put_adapter
+        from batchlab.tasks.pooling import admit_pooling, encode_texts
+
+        group, loaded = TextsGroup(request_id, index, on_event), llm.loaded
         group.deadline = None if timeout is None else group.start + timeout
-        return admit_texts(llm, self, group, self.priority if priority is None else priority)
+        self.labels = getattr(loaded.model.config, "id2label", None) or {}
+        rank = self.priority if priority is None else priority
+        prompts, params = map(list, zip(*self.prompts(llm)))
+        for i, (text, own) in enumerate(zip(encode_texts(loaded, prompts, params), params)):
+            part = PoolingGroup(f"{request_id}-{i}")
+            part = admit_pooling(loaded, part, text, replace(own, raw=True), rank)
+            if part.error:
+                where = f"{self.key}[{i}]: " if len(prompts) > 1 else ""
+                group.error = f"{where}{part.error}"
+                group.fault, group.reason = part.fault, part.reason
+                return group
+            group.parts.append(part)
+        group.requests = [r for part in group.parts for r in part.requests]
+        for i, r in enumerate(group.requests):
+            r.group, r.index = group, i
+        group.prompt_token_ids = group.parts[0].prompt_token_ids
+        return put_adapter(llm.adapters, group, self.adapter)
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20
 def _listed(v: Any) -> Any:
@@ -274,6 +291,16 @@ class TextsOutput:
     def num_tokens(self) -> int:
         return sum(p.num_tokens for p in self.parts)
 
+    @property
+    def usage(self) -> dict[str, int]:
+        "Tokens that were read, as OpenAI counts them."
+        return dict(prompt_tokens=self.num_tokens, total_tokens=self.num_tokens)
+
+    def check_finite(self) -> None:
+        "Raise `BadRequest` for numbers that JSON can't hold."
+        if not all(p.outputs.data.isfinite().all() for p in self.parts):
+            raise BadRequest("the model gives numbers that are not finite", "server_error")
+
 
 class TextsGroup(PoolingGroup):
     """Several texts on their way to a `TextsOutput`. `parts`: a group for each, whose request is
@@ -297,42 +324,6 @@ class TextsGroup(PoolingGroup):
         return TextsOutput(
             self.request_id, outs, error, self.metrics(), fault=self.fault, finish_reason=reason
         )
-
-# %% ../../nbs/6_jobs/pooling.ipynb #22198f98-1
-def admit_texts(
-    llm: AdaptedAnswers,
-    asked: PoolingRequest,
-    group: TextsGroup,
-    priority: int = 0,
-) -> TextsGroup:
-    """Tokenise and check the texts of `asked`; give `group` their requests, or its error. Raises
-    `ModelError`, `PromptError`, `ParamError`."""
-    from batchlab.tasks.lora import put_adapter
-    from batchlab.tasks.pooling import admit_pooling, encode_texts
-
-    loaded = llm.loaded
-    asked.labels = getattr(loaded.model.config, "id2label", None) or {}
-    todo = asked.prompts(llm)
-    texts = encode_texts(loaded, [t for t, _ in todo], [p for _, p in todo])
-    for i, (text, (_, params)) in enumerate(zip(texts, todo)):
-        part = admit_pooling(
-            loaded,
-            PoolingGroup(f"{group.request_id}-{i}"),
-            text,
-            replace(params, raw=True),
-            priority,
-        )
-        if part.error:
-            where = f"{asked.key}[{i}]: " if len(todo) > 1 else ""
-            group.error = f"{where}{part.error}"
-            group.fault, group.reason = part.fault, part.reason
-            return group
-        group.parts.append(part)
-    group.requests = [r for part in group.parts for r in part.requests]
-    for i, r in enumerate(group.requests):
-        r.group, r.index = group, i
-    group.prompt_token_ids = group.parts[0].prompt_token_ids
-    return put_adapter(llm.adapters, group, asked.adapter)
 
 # %% ../../nbs/6_jobs/pooling.ipynb #8edb1b96
 _IDS = dict(embed="embd", classify="classify", pooling="pool", score="score", rerank="rerank")
@@ -372,23 +363,12 @@ def _ranked(asked, scores):
         for i in order
     ]
 
-
-def check_finite(out: TextsOutput) -> None:
-    "Raise `BadRequest` for numbers that JSON can't hold."
-    if not all(bool(p.outputs.data.isfinite().all()) for p in out.parts):
-        raise BadRequest("the model gives numbers that are not finite", "server_error")
-
-
-def texts_usage(out: TextsOutput) -> dict[str, int]:
-    "Tokens that were read, as OpenAI counts them."
-    return dict(prompt_tokens=out.num_tokens, total_tokens=out.num_tokens)
-
 # %% ../../nbs/6_jobs/pooling.ipynb #8edb1b96-1
 def pooling_body(asked: PoolingRequest, out: TextsOutput, name: str, model: str) -> dict[str, Any]:
     """The body of the answer to `asked`, that `out` is. `name`: what makes its id one of a kind;
     `model`: what to call it. Raises `BadRequest`."""
-    check_finite(out)
-    head, usage = dict(id=f"{_IDS[asked.kind]}-{name}"), texts_usage(out)
+    out.check_finite()
+    head, usage = dict(id=f"{_IDS[asked.kind]}-{name}"), out.usage
     if asked.kind == "rerank":
         return head | dict(model=model, usage=usage, results=_ranked(asked, _scores(asked, out)))
     if asked.kind == "score":

@@ -21,11 +21,6 @@ if TYPE_CHECKING:  # a dry run needs no torch
 __all__ = ['JobResult']
 
 # %% ../../nbs/6_jobs/progress.ipynb #b431d03d
-def _cached(r: JobResult) -> str:
-    stored = f", {r.stored_tokens:,} of them in the prefix store" if r.stored_tokens else ""
-    return f" ({r.cached_tokens:,} cached{stored})" if r.cached_tokens else ""
-
-
 def counted_words(n: int, what: str) -> str:
     return f"{n:,} {what}{'s' * (n != 1)}"
 
@@ -39,21 +34,6 @@ def duration(seconds: float | None) -> str:
     m, s = divmod(round(seconds), 60)
     h, m = divmod(m, 60)
     return f"{h} h {m} min" if h else f"{m} min {s} s" if m else f"{s} s"
-
-# %% ../../nbs/6_jobs/progress.ipynb #48b4e8cd
-def summary(r: JobResult, spell: Callable[[Option], str] = str) -> str:
-    "`r` in a line for people, each `Option` in it as `spell` writes it."
-    before = f" ({r.before:,} of them before)" if r.before else ""
-    rate = f", {r.rate:,.0f} a second" if r.rate else ""
-    why = f" (the first: {r.first_failure:.200})" if r.first_failure else ""
-    again = f"; {spell(Option('retry_errors', True))} runs these again" if r.failed else ""
-    cut = f", {r.cut:,} ended at max_tokens" if r.cut else ""
-    drafts = f", {r.accepted_tokens:,} of {r.drafted_tokens:,} drafted tokens were right"
-    return (
-        f"{r.done:,} of {r.total:,} requests done{before}, {r.failed:,} "
-        f"failed{why}{again}{cut}; {r.prompt_tokens:,} tokens in{_cached(r)}, "
-        f"{r.output_tokens:,} out{rate}{drafts if r.drafted_tokens else ''}"
-    )
 
 # %% ../../nbs/6_jobs/progress.ipynb #739c29ae
 @dataclass
@@ -116,7 +96,30 @@ class JobResult:
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "It in a line for people, each `Option` in it as `spell` writes it."
-        return summary(self, spell)
+        before = f" ({self.before:,} of them before)" if self.before else ""
+        rate = f", {self.rate:,.0f} a second" if self.rate else ""
+        why = f" (the first: {self.first_failure:.200})" if self.first_failure else ""
+        again = f"; {spell(Option('retry_errors', True))} runs these again" if self.failed else ""
+        cut = f", {self.cut:,} ended at max_tokens" if self.cut else ""
+        right = f", {self.accepted_tokens:,} of {self.drafted_tokens:,} drafted tokens were right"
+        drafts = right if self.drafted_tokens else ""
+        return (
+            f"{self.done:,} of {self.total:,} requests done{before}, {self.failed:,} "
+            f"failed{why}{again}{cut}; {self.prompt_tokens:,} tokens in{self._cached}, "
+            f"{self.output_tokens:,} out{rate}{drafts}"
+        )
+
+    @property
+    def rates(self) -> str:
+        "How it goes, in the words beside a bar."
+        rate = f"{self.rate:,.0f} tokens/s" if self.rate else "reading the first prompts"
+        return f"{self.failed:,} failed, {rate}{self._cached}, {duration(self.left())} left"
+
+    @property
+    def _cached(self) -> str:
+        stored = f", {self.stored_tokens:,} of them in the prefix store"
+        some = f" ({self.cached_tokens:,} cached{stored if self.stored_tokens else ''})"
+        return some if self.cached_tokens else ""
 
 # %% ../../nbs/6_jobs/progress.ipynb #ed91c2db
 class ProgressLine(str):
@@ -124,17 +127,10 @@ class ProgressLine(str):
 
     figures: dict[str, Any]
 
-    @classmethod
-    def of(cls, r: JobResult) -> ProgressLine:
-        line = cls(f"{r.done:,} of {r.total:,} done, {cls.rates(r)}")
-        line.figures = r.figures
+    def __new__(cls, text: str, figures: dict[str, Any]) -> ProgressLine:
+        line = super().__new__(cls, text)
+        line.figures = figures
         return line
-
-    @staticmethod
-    def rates(r: JobResult) -> str:
-        "The part of it beside a bar."
-        rate = f"{r.rate:,.0f} tokens/s" if r.rate else "reading the first prompts"
-        return f"{r.failed:,} failed, {rate}{_cached(r)}, {duration(r.left())} left"
 
 # %% ../../nbs/6_jobs/progress.ipynb #515d394b
 class Progress:
@@ -167,10 +163,10 @@ class Progress:
         if now - self.last < self.every:
             return
         self.last = now
-        self.bar.set_postfix_str(ProgressLine.rates(r), refresh=False)
+        self.bar.set_postfix_str(r.rates, refresh=False)
         self.bar.update(r.done - self.bar.n)
         if self.bar.disable:
-            self.say(ProgressLine.of(r))
+            self.say(ProgressLine(f"{r.done:,} of {r.total:,} done, {r.rates}", r.figures))
 
     def close(self) -> None:
         self.bar.close()

@@ -22,8 +22,8 @@ from .fields import JobFields
 from .lines import JobLine, ParamsCache, Postprocess, answer_record, failure_record
 from .settings import BadRequest
 from .pooling import TextsOutput
-from .responses import fit_roles, response_error
-from .tools import conversation_with, tool_params
+from .responses import fit_roles, response_error, roles_of
+from .tools import conversation_with, format_of, tool_params
 
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.tasks.admit import AdaptedAnswers
@@ -75,26 +75,25 @@ def admit_line(
     from batchlab.llm.inputs import Settings, read_prompt
     from batchlab.llm.outputs import RequestGroup
 
+    adapter = line.adapter or adapter_named(llm.adapters, line.model)
+    template, tokenizer = line.chat_options.get("chat_template"), llm.loaded.tokenizer
     try:
         if line.pooling:
-            line.pooling.adapter = line.adapter or adapter_named(llm.adapters, line.model)
+            line.pooling.adapter = adapter
             group = line.pooling.as_group(llm, line.key, on_event, line.number)
         else:
             group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
             if line.response and line.messages:
-                roles = params.roles(llm.loaded.tokenizer, line.chat_options.get("chat_template"))
+                roles = params.of_template(roles_of, tokenizer, template)
                 line.messages = fit_roles(line.messages, roles)
-            prompt, own = line.conversation if chat else line.prompt, params.of(line)
+            talk = dict(messages=line.messages, **line.chat_options)
+            prompt, own = talk if chat else line.prompt, params.of(line)
             if line.tools or any("tool_calls" in m for m in line.messages or ()):
-                template = line.chat_options.get("chat_template")
-                line.tool_format = params.format(llm.loaded.tokenizer, template)
-                talk = dict(messages=line.messages, **line.chat_options)
+                line.tool_format = params.of_template(format_of, tokenizer, template)
                 prompt = conversation_with(line.tool_format, line.tools, talk)
             if line.tools:
                 own = tool_params(own, line.tool_format, line.tools)
-            settings = Settings(
-                own, adapter=line.adapter or adapter_named(llm.adapters, line.model)
-            )
+            settings = Settings(own, adapter=adapter)
             read = read_prompt(prompt, settings, chat, llm.loaded.max_model_len)
             group = admit(llm.loaded, llm.adapters, group, read)
         if group.error is None:
@@ -136,21 +135,6 @@ def record_of(
     return (
         failure_record(line, "server_error", out.error or f"ended as {reason}") if again else None
     )
-
-# %% ../../nbs/6_jobs/runner.ipynb #91b0aa15
-class Remarks:
-    "Tells through `say` what lines have that changes nothing, each thing once."
-
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self.say, self.named = say, set[str]()
-
-    def on(self, line: JobLine) -> None:
-        "Name the keys of `line` without meaning, up to fifty of a file."
-        if (more := {*line.ignored} - self.named) and len(self.named) < 50:
-            self.named |= more
-            self.say(
-                f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}"
-            )
 
 # %% ../../nbs/6_jobs/runner.ipynb #3280ccf4
 @dataclass
@@ -204,22 +188,6 @@ def name_of(model: Any) -> str:
     name = getattr(model.config, "_name_or_path", "")
     return (short_name(name) if os.path.exists(name) else name) or type(model).__name__
 
-# %% ../../nbs/6_jobs/runner.ipynb #826346e2
-def start_clock(group: Any, timeout: float | None) -> None:
-    "The time of `group` begins now, and ends `timeout` seconds later."
-    group.start = time.perf_counter()
-    if timeout:
-        group.deadline = group.start + timeout
-
-
-def withdraw(llm: Any, keys: Collection[str]) -> None:
-    "Cancel requests `keys`, and let the engine drop them."
-    for key in keys:
-        llm.loop.cancel(key)
-    with suppress(Exception):
-        if keys:
-            llm.loop.step()
-
 # %% ../../nbs/6_jobs/runner.ipynb #91b0aa18-1
 class LineRunner:
     "Runs lines on `llm` as `job` says. Records go to `settle`, tokens are counted in `result`."
@@ -245,10 +213,16 @@ class LineRunner:
             self.settle(line, failure_record(line, *line.failure))
         return group and (line, group)
 
+    def limit(self, line: JobLine) -> float | None:
+        "Seconds that `line` may take, or None."
+        return line.timeout or self.job.timeout
+
     def submit(self, items: list[Admitted]) -> None:
         "Hand requests to the engine; their time begins."
         for line, group in items:
-            start_clock(group, line.timeout or self.job.timeout)
+            group.start = time.perf_counter()
+            if limit := self.limit(line):
+                group.deadline = group.start + limit
             self.live[line.key] = line
         self.llm.loop.submit([group for _, group in items])
 
@@ -264,9 +238,13 @@ class LineRunner:
             out = self.ended.popleft()
             line = self.live.pop(out.request_id)
             line.output = out
-            limit, again = line.timeout or self.job.timeout, line.key in self.retried
             record = record_of(
-                line, out, self.model, limit, again=again, postprocess=self.job.postprocess
+                line,
+                out,
+                self.model,
+                self.limit(line),
+                again=line.key in self.retried,
+                postprocess=self.job.postprocess,
             )
             if record is None:
                 self.retried.add(line.key)
@@ -283,4 +261,8 @@ class LineRunner:
 
     def abandon(self) -> None:
         "Take back from the engine what it still runs."
-        withdraw(self.llm, self.live)
+        for key in self.live:
+            self.llm.loop.cancel(key)
+        with suppress(Exception):
+            if self.live:
+                self.llm.loop.step()

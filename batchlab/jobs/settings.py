@@ -16,11 +16,7 @@ from ..errors import Message, ParamError, near_name, whole_number
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'Whole', 'B', 'MOST_KEYS', 'WANTS', 'ALIASES', 'GUIDED', 'NEUTRAL', 'DROPPED', 'IGNORED', 'ADVICE', 'INSTEAD',
-           'ELSEWHERE', 'KNOWN_SETTINGS', 'NOT_IN_BODY', 'OPTIONS', 'FORM_KEYS', 'RANGES', 'LENGTHS', 'MOST_WORDS',
-           'BadRequest', 'Body', 'read', 'take', 'names_elsewhere', 'named_as_setting', 'is_setting', 'advice',
-           'refuse_setting', 'say_ignored', 'ResponseFormat', 'structured_of', 'answer_form_of', 'logprobs_of',
-           'check_sizes', 'settings_of']
+__all__ = ['log']
 
 # %% ../../nbs/6_jobs/settings.ipynb #da7527e8
 class BadRequest(ValueError):
@@ -186,14 +182,12 @@ def advice(k: str, v: Any = None) -> str:
     "The message about setting `k` with value `v`, which nothing here can honour."
     if k in NEUTRAL:
         return f"{k}={_shown(v)} is not supported: leave it out, or give {_shown(NEUTRAL[k][0])}"
-    if k not in INSTEAD and (near := near_name(k, KNOWN_SETTINGS)) not in (None, k):
+    what = "leave it out"
+    if k in INSTEAD:
+        what = f"give {INSTEAD[k]}"
+    elif (near := near_name(k, KNOWN_SETTINGS)) not in (None, k):
         return f"unknown key {k!r:.60}, did you mean {near!r}?"
-    what = f"give {INSTEAD[k]}" if k in INSTEAD else "leave it out"
-    if (
-        k not in INSTEAD
-        and isinstance(v, dict)
-        and (inner := [x for x in v if x in KNOWN_SETTINGS])
-    ):
+    elif isinstance(v, dict) and (inner := [x for x in v if x in KNOWN_SETTINGS]):
         what = f"give {inner[0]} beside the prompt"
     return f"parameter {k!r:.60} is not supported: {what}"
 

@@ -22,36 +22,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet
 
 # %% auto #0
-__all__ = ['OPENERS', 'SUFFIX_KINDS', 'TABLES', 'CONVERT', 'LONGEST_LINE', 'BYTE_ORDER_MARKS', 'ONLY_PADS', 'INT', 'FLOAT',
-           'TRUTH', 'OPTIONAL', 'ANSWER', 'CHAT_OPTIONS', 'NO_SETTINGS', 'LITERAL', 'RECORD_KEYS', 'VECTORS',
-           'POOLED_COLUMNS', 'OWN_COLUMNS', 'COLUMNS_REMARK', 'UNNAMED', 'encode_json', 'IDS', 'Records', 'GROUP_ROWS',
-           'Chunks', 'suffix_of', 'file_kind', 'opener_of', 'check_input', 'check_output', 'need_parquet',
-           'encoding_of', 'opened_text', 'free_name', 'unique_names', 'TextForm', 'csv_rows', 'parquet_file',
-           'TableFile', 'no_column', 'is_missing', 'MissingCell', 'formatted', 'can_format', 'Template', 'literal',
-           'is_setting_name', 'no_talk', 'settings_remark', 'check_setting', 'AnswerNames', 'AskedRow', 'from_json',
-           'without_gaps', 'setting_of', 'Columns', 'plain_json', 'kept_cells', 'whole', 'table_rows', 'flat',
-           'value_kind', 'type_of', 'cast', 'readable', 'AnswerTable', 'cell_text', 'write_csv', 'arrow_schema',
-           'write_parquet']
-
-# %% ../../nbs/6_jobs/tables.ipynb #unp00002
-class Chunks(io.RawIOBase):
-    "The bytes that `chunks` yields, as a file; `source`, which they come from, is closed with it."
-
-    def __init__(self, chunks: Iterator[bytes], source: IO[Any]) -> None:
-        self.chunks, self.source, self.left = filter(None, chunks), source, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self.left = self.left or next(self.chunks, b"")
-        part, self.left = self.left[: len(buffer)], self.left[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def close(self) -> None:
-        self.source.close()
-        super().close()
+__all__ = []
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008
 OPENERS: dict[str, Callable[..., IO[Any]]] = {".gz": gzip.open}
@@ -95,19 +66,21 @@ def opener_of(name: str | Path) -> Callable[..., IO[Any]]:
     return OPENERS.get(Path(name).suffix.lower(), open)
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e008-1
+def begins_as_jsonl(name: str | Path) -> bool:
+    "Whether file `name` begins with an object, or is empty; of one that can't be read, too."
+    try:
+        with opener_of(name)(name, "rb") as f:
+            start = f.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
+    except (OSError, EOFError):
+        return True  # its reader reports what is wrong
+    return start[:1] in (b"", b"{")
+
+
 def check_input(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name`, or else its beginning, is that of a
     format that can be read."""
-    suffix, start = suffix_of(name), b"?"
-    if suffix in SUFFIX_KINDS:
-        return
-    if suffix not in CONVERT:
-        try:
-            with opener_of(name)(name, "rb") as f:
-                start = f.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
-        except (OSError, EOFError):
-            return  # its reader reports what is wrong
-    if start[:1] in (b"", b"{"):
+    suffix = suffix_of(name)
+    if suffix in SUFFIX_KINDS or suffix not in CONVERT and begins_as_jsonl(name):
         return
     advice = CONVERT.get(
         suffix,
@@ -172,20 +145,17 @@ def encoding_of(start: bytes, path: str | Path, given: str | None = None) -> str
     return mark or (given if known != "utf-8" and given else "utf-8-sig")
 
 
-def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> IO[Any]:
-    """Text file `f` as a reader of bytes of UTF-8 whose lines end in a line feed, whatever its
-    `encoding`; None: UTF-8. Raises `JobError`."""
-    if encoding or file_kind(name) == "txt":
-        encoding = encoding_of(f.peek(2**10), name, encoding)  # type: ignore[attr-defined]
-    if encoding not in (None, "utf-8-sig"):
-        text = io.TextIOWrapper(f, encoding, newline="")
-        chunks = iter(lambda: text.read(2**16).encode("utf-8", "surrogatepass"), b"")
-        f = io.BufferedReader(Chunks(chunks, text))
+def opened_text(f: IO[bytes], name: str | Path, encoding: str | None = None) -> io.TextIOWrapper:
+    """Text file `f` in its `encoding`; None: UTF-8, of which wrong bytes come as `surrogateescape`
+    has them. Its lines end in a line feed, also those of an old Mac; a carriage return before it
+    is part of the line. Raises `JobError`."""
     start = f.peek(2**10)  # type: ignore[attr-defined]
-    if b"\n" in start or b"\r" not in start[:-1]:
-        return f
-    lines = (chunk.replace(b"\r", b"\n") for chunk in iter(lambda: f.read(2**16), b""))
-    return io.BufferedReader(Chunks(lines, f))  # of an old Mac
+    end = None if b"\r" in start[:-1] and b"\n" not in start else "\n"
+    if encoding or file_kind(name) == "txt":
+        encoding = encoding_of(start, name, encoding)
+    if encoding in (None, "utf-8-sig"):
+        return io.TextIOWrapper(f, "utf-8", "surrogateescape", end)
+    return io.TextIOWrapper(f, encoding, newline=end)
 
 
 def free_name(name: str, taken: Collection[str], mark: str = "_", first: int = 2) -> str:
@@ -674,7 +644,8 @@ class Columns:
     `short`: the first row with fewer cells than there are columns, 0 without one.
 
     `settings`: columns that are settings or options of conversations. `alike`: data with names of
-    settings. `needed`: columns that are read."""
+    settings. `needed`: columns that are read. `own`: those that are not copied beside the answer,
+    which has them anyway."""
 
     names: Sequence[str]
     where: str | Path = "the table"
@@ -701,6 +672,7 @@ class Columns:
             else Template(text, names, self.where, what, empty=self.empty, spell=self.spell)
             for what, text in texts.items()
         ]
+        self.own = {"custom_id"} & {self.id_column}
         self.settings = [n for n in names if n in self.setting_columns]
         used = {self.prompt, self.id_column, *self.settings, "messages" if self.talk else None}
         used = used.union(*(t.columns for t in self.templates if t))
@@ -755,7 +727,7 @@ class Columns:
 
     def kept(self, cells: dict[str, Any]) -> dict[str, Any]:
         "The `cells` that are copied beside the answer, as JSON has them."
-        names = [n for n in self.names if n != "custom_id" or self.id_column != n]
+        names = (n for n in self.names if n not in self.own)
         return {n: cells[n] or None if self.text else plain_json(cells[n]) for n in names}
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e026
@@ -832,10 +804,10 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Record `d` as rows of a table, one for each of its answers: dicts. Those of `OPTIONAL` are
     None where there are none. The cells of its line are not among them."""
     body = (d.get("response") or {}).get("body") or d
-    usage, lists = body.get("usage") or {}, [body.get(k) for k in ("data", "results")]
-    vectors = "embedding" in body or any(isinstance(v, list) for v in lists)
-    some = body.get("choices"), body.get("outputs"), *(lists if vectors else ())
-    entries = next(filter(None, some), [body])
+    usage = body.get("usage") or {}
+    lists = [v for k in ("data", "results") if isinstance(v := body.get(k), list)]
+    vectors = "embedding" in body or bool(lists)
+    entries = next(filter(None, (body.get("choices"), body.get("outputs"), *lists)), [body])
     if body.get("object") == "response":
         entries, usage = [_choice_of_response(body)], {}
     ids = {k: d.get(k) for k in IDS if k in d or k in ("id", "custom_id")}
@@ -878,13 +850,6 @@ def type_of(kinds: Collection[str]) -> str:
     return next((t[0] for t in types if kinds <= {*t}), "string") if kinds else ""
 
 
-def cast(v: Any, name: str) -> Any:
-    "Value `v` in a column of the Arrow type `name`; what no other holds is text."
-    if is_missing(v) and not isinstance(v, str):
-        return None
-    return v if name not in ("string", "") or isinstance(v, str) else encode_json(v)
-
-
 def readable(text: str) -> str:
     "`text` whose bytes may be no UTF-8, as UTF-8 can hold it."
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -895,12 +860,22 @@ Records = Callable[
 ]  # begins anew with each call: `(number, record)`, by number
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e03b
+GROUP_ROWS = 2**12  # rows of Parquet that are written together
+
+
+def cell_text(v: Any) -> Any:
+    "Value `v` of a table as a CSV has it."
+    if isinstance(v, (list, dict)):
+        return encode_json(v)
+    return plain_json(v) if isinstance(v, bytes) else v
+
+
 class AnswerTable:
     """The table of the rows of `records` (a function that yields them) beside those of `source`,
     if the requests came from a table.
 
     `names`: what the columns of the answers are called; None finds free ones beside those of
-    `source`. `types`: Arrow's, by column. `gaps`: columns of whole numbers that may be missing."""
+    `source`. `types`: Arrow's, by column; columns of a `source` in Parquet keep their own."""
 
     def __init__(
         self, records: Records, source: TableFile | None = None, names: AnswerNames | None = None
@@ -909,23 +884,23 @@ class AnswerTable:
         self.inputs: list[str] = source.names if source else []
         self.names = names or AnswerNames(self.inputs)
         self.text = {*self.inputs} if source and not source.schema else set[str]()
-        called, kinds = self.names.of, {k: set[str]() for k in self.inputs}
-        for row in self.rows(inputs=bool(self.text)):
-            for k, v in row.items():
-                if "string" not in kinds.setdefault(k, set()):
-                    kinds[k].add(self._kind(k, v))
-        if not any(kinds.values()):  # there is no row
+        called, kinds = self.names.of, dict[str, set[str]]()
+        for _, d in records():
+            for row in self.answers(d):
+                for k, v in row.items():
+                    kinds.setdefault(k, set()).add(self._kind(k, v))
+        if not kinds:  # there is no row
             first = [] if source else ["line"]
-            kinds |= {called(k): set() for k in (*first, *ANSWER, "request_id")}
+            kinds = {called(k): set[str]() for k in (*first, *ANSWER, "request_id")}
         rare = {called(k) for k in OPTIONAL}
         if called("request_id") in kinds:
             rare |= {called("id"), called("custom_id")}
         fixed = {called(k): t for k, t in {**OPTIONAL, **ANSWER}.items()}
-        types = {k: fixed.get(k) or type_of(some) for k, some in kinds.items()}
-        empty = {k for k in rare - {*self.inputs} if not kinds.get(k, set()) - {""}}
-        self.types = {k: t for k, t in types.items() if k not in empty}
-        whole_numbers = [k for k, t in self.types.items() if t == "int64"]
-        self.gaps = [k for k in whole_numbers if k not in self.inputs or "" in kinds[k]]
+        self.types = dict.fromkeys(self.inputs, "string") | {
+            k: fixed.get(k) or type_of(some)
+            for k, some in kinds.items()
+            if k not in rare or some - {""}
+        }
 
     # Rows
     def answers(self, d: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -951,9 +926,9 @@ class AnswerTable:
             for row in self.answers(d):
                 yield place, row
 
-    def rows(self, inputs: bool = True) -> Iterator[dict[str, Any]]:
-        "Yield all rows, each with the cells of its row of the source if `inputs`."
-        if self.source and inputs:
+    def rows(self) -> Iterator[dict[str, Any]]:
+        "Yield all rows, each behind the cells of its row of the source."
+        if self.source:
             places = (cells for _, cells, _ in self.source.rows())
             yield from (cells | row for cells, row in self.joined(places))
         else:
@@ -961,8 +936,6 @@ class AnswerTable:
 
     # Types
     def _kind(self, column: str, v: Any) -> str:
-        if column in self.text:
-            return "string" if v else ""
         vectors = column not in self.names.columns and self.names.ours(column) in VECTORS
         return "list" if vectors and isinstance(v, list) else value_kind(v)
 
@@ -970,65 +943,57 @@ class AnswerTable:
         "Cell `v` of `column` as one of the column's type."
         if column in self.text:
             return readable(v) if v else None
-        return cast(v, self.types[column])
+        if isinstance(v, str):
+            return v
+        if is_missing(v):
+            return None
+        return encode_json(v) if self.types[column] == "string" else v
 
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e038
-def cell_text(v: Any) -> Any:
-    "Value `v` of a table as a CSV has it."
-    if isinstance(v, (list, dict)):
-        return encode_json(v)
-    return plain_json(v) if isinstance(v, bytes) else v
+    # On the disk
+    def write_csv(self, path: str | Path, name: str | Path) -> None:
+        "Write it to file `path`, compressed and with tabs or commas as `name` says."
+        opened, mark = opener_of(name), "\t" if file_kind(name) == "tsv" else ","
+        end = self.source.form.end if self.source else "\n"
+        with opened(path, "wt", encoding="utf-8", errors="surrogateescape", newline="") as f:
+            ended: Any = SimpleNamespace(write=lambda row: f.write(row.removesuffix("\r\n") + end))
+            out = csv.writer(ended, delimiter=mark, lineterminator="\r\n")  # marks that it quotes
+            out.writerow(self.types)
+            for row in self.rows():
+                out.writerow(map(cell_text, map(row.get, self.types)))
 
+    def arrow_schema(self) -> pyarrow.Schema:
+        """Its schema in Parquet. In it pandas reads that counts with gaps are whole numbers
+        nevertheless."""
+        import pyarrow as pa
 
-def write_csv(table: AnswerTable, path: str | Path, name: str | Path) -> None:
-    "Write all of `table` to file `path`, compressed and with tabs or commas as `name` says."
-    opened, mark = opener_of(name), "\t" if file_kind(name) == "tsv" else ","
-    end = table.source.form.end if table.source else "\n"
-    with opened(path, "wt", encoding="utf-8", errors="surrogateescape", newline="") as f:
-        ended: Any = SimpleNamespace(write=lambda row: f.write(row.removesuffix("\r\n") + end))
-        out = csv.writer(ended, delimiter=mark, lineterminator="\r\n")  # marks that it quotes
-        out.writerow(table.types)
-        for row in table.rows():
-            out.writerow(map(cell_text, map(row.get, table.types)))
+        names, metadata = unique_names([*map(readable, self.types)]), {}
+        lists = {"list": pa.list_(pa.float32()), "": pa.string()}
+        fields = [pa.field(n, lists.get(t, t)) for n, t in zip(names, self.types.values())]
+        if self.source and self.source.schema:
+            inputs = self.source.schema
+            fields[: len(inputs)] = inputs
+            metadata = inputs.metadata or {}
+        pandas = dict(index_columns=[], column_indexes=[], columns=[])
+        pandas |= json.loads(metadata.get(b"pandas", b"{}"))
+        pandas["columns"] += [
+            dict(name=n, field_name=n, pandas_type="int64", numpy_type="Int64", metadata=None)
+            for n, (k, t) in zip(names, self.types.items())
+            if t == "int64" and k not in self.inputs
+        ]
+        return pa.schema(fields, {**metadata, b"pandas": json.dumps(pandas).encode()})
 
-# %% ../../nbs/6_jobs/tables.ipynb #7ab1e037-1
-GROUP_ROWS = 2**12  # rows of Parquet that are written together
+    def write_parquet(self, path: str | Path) -> None:
+        "Write it to Parquet file `path`. Columns of a source in Parquet stay as they are."
+        import pyarrow as pa
 
-
-def arrow_schema(table: AnswerTable) -> pyarrow.Schema:
-    """The schema of `table`. In it pandas reads that counts with gaps are whole numbers
-    nevertheless."""
-    import pyarrow as pa
-
-    names, metadata = unique_names([*map(readable, table.types)]), {}
-    lists = {"list": pa.list_(pa.float32()), "": pa.string()}
-    fields = [pa.field(n, lists.get(t, t)) for n, t in zip(names, table.types.values())]
-    if table.source and table.source.schema:
-        inputs = table.source.schema
-        fields[: len(inputs)] = inputs
-        metadata = inputs.metadata or {}
-    pandas = dict(index_columns=[], column_indexes=[], columns=[])
-    pandas |= json.loads(metadata.get(b"pandas", b"{}"))
-    pandas["columns"] += [
-        dict(name=n, field_name=n, pandas_type="int64", numpy_type="Int64", metadata=None)
-        for n, k in zip(names, table.types)
-        if k in table.gaps
-    ]
-    return pa.schema(fields, {**metadata, b"pandas": json.dumps(pandas).encode()})
-
-
-def write_parquet(table: AnswerTable, path: str | Path) -> None:
-    "Write all of `table` to Parquet file `path`. Columns of a source in Parquet stay as they are."
-    import pyarrow as pa
-
-    schema, source, width = arrow_schema(table), table.source, 0
-    pairs = ((None, row) for row in table.rows())
-    if source and source.schema:
-        width = len(source.names)
-        pairs = table.joined(b.slice(i, 1) for b in source.batches() for i in range(len(b)))
-    with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
-        while some := [*itertools.islice(pairs, GROUP_ROWS)]:
-            arrays = pa.Table.from_batches([b for b, _ in some]).columns if width else []
-            for f, k in [*zip(schema, table.types)][width:]:
-                arrays.append(pa.array([table.value(k, row.get(k)) for _, row in some], f.type))
-            out.write_table(pa.Table.from_arrays(arrays, schema=schema))
+        schema, source, width = self.arrow_schema(), self.source, 0
+        pairs = ((None, row) for row in self.rows())
+        if source and source.schema:
+            width = len(source.names)
+            pairs = self.joined(b.slice(i, 1) for b in source.batches() for i in range(len(b)))
+        with need_parquet().ParquetWriter(path, schema, write_page_checksum=True) as out:
+            while some := [*itertools.islice(pairs, GROUP_ROWS)]:
+                arrays = pa.Table.from_batches([b for b, _ in some]).columns if width else []
+                for f, k in [*zip(schema, self.types)][width:]:
+                    arrays.append(pa.array([self.value(k, row.get(k)) for _, row in some], f.type))
+                out.write_table(pa.Table.from_arrays(arrays, schema=schema))
