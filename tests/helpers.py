@@ -1,6 +1,6 @@
 "What several files of tests share."
 
-import contextlib, csv, gzip, itertools, json, os, runpy, subprocess, sys, threading, time
+import contextlib, csv, gzip, itertools, json, os, runpy, socket, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -306,3 +306,197 @@ def scripted(code, folder):
 
     (folder / "script.py").write_text(code, encoding="utf-8")
     return warm([sys.executable, "-m", "script"], folder, ENV)
+
+
+# --- servers and their clients
+
+
+def needs(*names):
+    "The modules of these names: without one of them what asks is skipped."
+    why = "needs {0}: pip install '.[dev]'"
+    return [pytest.importorskip(name, reason=why.format(name)) for name in names]
+
+
+def tiny_llm(model=None, tokenizer=None, **how):
+    "An `LLM` of a tiny model, or of those that are given."
+    from batchlab.api import LLM
+    from batchlab.models import tiny_model, tiny_tokenizer
+
+    return LLM(model or tiny_model("llama"), tokenizer or tiny_tokenizer(), **how)
+
+
+@contextlib.contextmanager
+def serving(llm=None, drain=60, connections=None, patience=100.0, sndbuf=None, **kw):
+    """A server with a tiny model in a thread of its own: its `url`, `where` it listens, `llm`, `api`, `server`, `thread`, the
+    lines `said`, and a client, `web`. `sndbuf`: how many bytes its sockets hold."""
+    import httpx
+    from batchlab.serve.app import Server, create_app, listen, url_of
+
+    llm, said, up = llm or tiny_llm(max_num_seqs=4), [], threading.Event()
+    sock = listen("127.0.0.1", 0)
+    if sndbuf:  # those that it accepts have it too
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
+    app = create_app(llm, "tiny", say=said.append, patience=patience, **kw)
+    server, url = Server(app, drain, up.set, connections, patience), url_of(sock)
+    s = SimpleNamespace(url=url, where=sock.getsockname(), llm=llm, api=server.api, said=said)
+    with httpx.Client(base_url=url, timeout=100) as s.web:
+        with running(server, sock, up) as s.thread:
+            s.server = server
+            yield s
+
+
+@contextlib.contextmanager
+def server_process(*command, **env):
+    "A server in a process of its own, its `url`, and the lines that it writes to standard error, of which the first names the `url`."
+    env, lines = os.environ | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1") | env, []
+    p = subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=env)
+    written = (line for line in p.stderr if NO_KERNELS not in line)
+    reader = threading.Thread(target=lambda: lines.extend(written), daemon=True)
+    reader.start()
+    try:
+        until(lambda: lines or p.poll() is not None)
+        assert " is served at http://127.0.0.1:" in lines[0], lines
+        yield p, lines[0].split()[-1], lines
+    finally:
+        p.kill()
+        p.wait()
+        reader.join()
+
+
+@contextlib.contextmanager
+def paused_after(llm, events):
+    "The engine pauses after that many things that its watchers hear of, or at once."
+    count = 0
+
+    def watch(*_):
+        nonlocal count
+        count += 1
+        if count == events:
+            llm.pause()
+
+    if events:
+        llm.watchers.append(watch)
+    else:
+        llm.start().pause()
+    try:
+        yield
+    finally:
+        if events:
+            llm.watchers.remove(watch)
+        llm.resume()
+
+
+def by_a_failing_engine(s, events, *asks):
+    "What `asks` return, each in a thread of its own, of an engine that fails once all are there and the first has made `events` things heard of."
+
+    def fail():
+        raise RuntimeError("no more memory")
+
+    with ThreadPoolExecutor() as threads:
+        with paused_after(s.llm, events):
+            begun = []
+            for ask in asks:
+                begun.append(threads.submit(ask))
+                until(lambda: len(s.llm.loop.groups) == len(begun))
+                until(lambda: not events or s.llm.loop.paused)
+            until(lambda: s.llm.engines)
+            failing = [*s.llm.engines.values()]
+            for e in failing:
+                e.step = fail
+        got = [one.result(100) for one in begun]
+    for e in failing:  # others may have taken their places
+        del e.step
+    until(lambda: nothing_left(s))
+    return got
+
+
+def nothing_left(s):
+    held = s.llm.has_unfinished or s.api.llm.answers or s.api.limits.pending
+    return not held and s.llm.stats().running == 0
+
+
+def user(content):
+    return dict(role="user", content=content)
+
+
+def assistant(content, **more):
+    return dict(role="assistant", content=content, **more)
+
+
+def posted(web, path, **body):
+    "The answer to a body that is fine."
+    r = web.post(path, json=body)
+    assert r.status_code == 200, r.text
+    return r.json()
+
+
+def events_of(text):
+    "What the events of a stream hold, but for the one that says that it is done."
+    lines = [line for line in text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def grow(whole, part):
+    "Add `part` of a stream to what there is: strings and lists behind what they go on with, calls of tools each to its own."
+    for k, v in part.items():
+        if k == "tool_calls":
+            for call in v or ():
+                calls = whole.setdefault(k, {})
+                grow(calls.setdefault(call["index"], {}), call)
+        elif isinstance(v, dict):
+            whole[k] = grow(whole.get(k) or {}, v)
+        elif isinstance(v, str | list):
+            whole[k] = (whole.get(k) or v[:0]) + v
+        elif v is not None:
+            whole[k] = v
+    return whole
+
+
+def added_up(events):
+    "The choices that the events of a stream add up to, in order."
+    found = {}
+    for e in events:
+        for choice in e["choices"]:
+            own = found.setdefault(choice["index"], {})
+            assert "finish_reason" not in own, "nothing comes after the end"
+            grow(own, choice)
+    return [found[i] for i in sorted(found)]
+
+
+def junk(*words, keys=(), max_leaves=8):
+    "A strategy that draws any JSON, with `words` in it and, if there are `keys`, with those in its objects."
+    from hypothesis import strategies as st
+
+    leaf = st.none() | st.booleans() | st.integers(-2, 9) | st.floats(allow_nan=False)
+    leaf |= st.text(max_size=5) | st.sampled_from(["", 10**30, *words])
+    key = st.sampled_from(keys) if keys else st.text(max_size=4)
+    more = lambda v: st.lists(v, max_size=3) | st.dictionaries(key, v, max_size=3)
+    return st.recursive(leaf, more, max_leaves=max_leaves)
+
+
+def spoiled(value, junk):
+    "A strategy that draws JSON like `value`, but for one part at some depth, or one too many, which is `junk`."
+    from hypothesis import strategies as st
+
+    parts = value | dict(x=None) if isinstance(value, dict) else {}
+    if isinstance(value, list):
+        parts = dict(enumerate(value))
+    if not parts:
+        return junk
+
+    def inside(at):
+        put = lambda part: (parts if isinstance(value, list) else value) | {at: part}
+        return spoiled(parts[at], junk).map(put)
+
+    whole = st.sampled_from([*parts]).flatmap(inside)
+    return junk | (whole.map(lambda d: [*d.values()]) if isinstance(value, list) else whole)
+
+
+def drawn(junk, may, **must):
+    "A strategy that draws bodies with the fields of `must` and some of `may`, of values that are right, or with a part that is `junk`."
+    from hypothesis import strategies as st
+
+    some = lambda d: {k: st.sampled_from(v) if isinstance(v, list) else v for k, v in d.items()}
+    body = st.fixed_dictionaries(some(must), optional=some(may))
+    odd = body.flatmap(lambda b: spoiled(b, junk)).filter(lambda b: isinstance(b, dict))
+    return body | odd | odd

@@ -3,58 +3,61 @@
 As a script it serves a tiny model in a process of its own, with as many requests as it is told, a third of whose clients hang up: python tests/test_hostile.py 10000
 --together says how many connections there are at once (1,000)."""
 
-import asyncio, contextlib, json, os, random, re, signal, socket, struct, subprocess, sys, threading, time
+import asyncio, contextlib, http.client, json, os, random, re, signal, socket, struct, sys, threading, time
+from functools import partial
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
-pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
-httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
+from helpers import needs
+
+httpx, *_ = needs("httpx", "fastapi", "uvicorn")
 
 from batchlab.serve.answers import RETRY_AFTER
 from batchlab.serve.app import Server, create_app, listen, url_of
-from helpers import running, until
+from helpers import (
+    added_up,
+    events_of,
+    greedy,
+    paused_after,
+    posted,
+    server_process,
+    serving,
+    texts,
+    tiny_llm,
+    until,
+)
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
+small = partial(tiny_llm, max_num_seqs=16)
+
+
 def state(server):
     "What `server` holds now, for requests and beside them."
-    stats, api, http = server.api.llm.stats(), server.api, server.server_state
-    held = dict(answers=api.llm.answers, groups=api.llm.llm.loop.groups, tasks=http.tasks)
-    held["connections"] = http.connections
+    llm, http, stats = server.api.llm, server.server_state, server.api.llm.stats()
+    held = dict(answers=llm.answers, groups=llm.llm.loop.groups, tasks=http.tasks)
     return {k: len(v) for k, v in held.items()} | dict(
-        pending=api.limits.pending,
+        connections=len(http.connections),
+        pending=server.api.limits.pending,
         running=stats.running,
         waiting=stats.waiting,
         blocks=stats.blocks_in_use,
     )
 
 
-def small():
-    from batchlab.api import LLM
-    from batchlab.models import tiny_model, tiny_tokenizer
-
-    return LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=16)
-
-
 @contextlib.contextmanager
-def serving(llm=None, connections=None, patience=100.0, sndbuf=None, **kw):
-    "A server in a thread: its `url`, `api` and so on, and `where` it listens. At the end nothing of any client may be left."
-    llm, up, sock = llm or small(), threading.Event(), listen("127.0.0.1", 0)
-    if sndbuf:  # those that it accepts have it too
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
-    app = create_app(llm, "tiny", patience=patience, **kw)
-    server = Server(app, 60, up.set, connections, patience)
-    server.url, server.where, server.llm = url_of(sock), sock.getsockname(), llm
-    with running(server, sock, up):
-        yield server
-        until(lambda: not any(state(server).values()))
+def besieged(llm=None, **kw):
+    "A server of which at the end nothing of any client may be left."
+    with serving(llm or small(), **kw) as s:
+        yield s
+        s.web.close()
+        until(lambda: not any(state(s.server).values()))
 
 
 @pytest.fixture(scope="module")
 def s():
-    with serving() as s:
+    with besieged() as s:
         yield s
 
 
@@ -98,22 +101,8 @@ def alone(raw):
     return status, json.loads(body)["error"]["code"]
 
 
-def complete(s, **more):
-    return httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a") | more, timeout=100)
-
-
 def fine(s):
-    assert complete(s, max_tokens=3).status_code == 200
-
-
-@contextlib.contextmanager
-def stopped(llm):
-    "The engine stands, until it is told to go on or the `with` ends."
-    llm.start().pause()
-    try:
-        yield llm
-    finally:
-        llm.resume()
+    posted(httpx, f"{s.url}/v1/completions", prompt="a", max_tokens=3)
 
 
 # who sends too slowly, or not at all
@@ -122,7 +111,7 @@ def stopped(llm):
 def test_heads_and_bodies_that_come_byte_by_byte_end():
     "Others are served meanwhile."
     kinds = [b"POST /v1/completions HTTP/1.1\r\nHost: xxxxxxxxxx", b'{"prompt": "']
-    with serving(patience=0.5, connections=400) as s, contextlib.ExitStack() as stack:
+    with besieged(patience=0.5, connections=400) as s, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(s)) for _ in range(100)]
         for c in slow[1::2]:
             c.sendall(HEAD + b"Content-Length: 100\r\n\r\n")
@@ -148,24 +137,22 @@ def test_heads_and_bodies_that_come_byte_by_byte_end():
         assert not any(ended[i] for i in range(0, 100, 2)), "half a head gets no answer"
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        HEAD + b"Content-Le",
-        HEAD + b"Content-Length: 5\r\n\r\n{",
-        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
-        b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n12",
-        b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\nGET",
-    ],
-)
-def test_what_never_comes_is_not_waited_for(sent):
-    with serving(patience=0.3) as s, connect(s) as c:
-        c.sendall(sent)
-        got = [status for status, _ in answers(read_all(c))]
-    # there are no files here, which is known without the body
-    body = b"\r\n\r\n" in sent and not sent.startswith(b"GET")
-    assert got[-1:] == [404 if b"files" in sent else 408] * body or got == [200] and not body
+def test_what_never_comes_is_not_waited_for():
+    "That there are no files here is known without the body."
+    halves = [
+        (b"", []),
+        (HEAD + b"Content-Le", []),
+        (HEAD + b"Content-Length: 5\r\n\r\n{", [408]),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", [408]),
+        (b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n12", [404]),
+        (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\nGET", [200]),
+    ]
+    with besieged(patience=0.3) as s, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect(s)) for _ in halves]
+        for c, (sent, _) in zip(held, halves):
+            c.sendall(sent)
+        for c, (sent, said) in zip(held, halves):
+            assert [status for status, _ in answers(read_all(c))] == said, sent
 
 
 def test_an_answer_given_early_is_heard_and_the_rest_of_the_body_dropped(s):
@@ -183,25 +170,41 @@ def test_an_answer_given_early_is_heard_and_the_rest_of_the_body_dropped(s):
         assert ask("/v1/nothing").status_code in (404, 413)
 
 
+def test_a_body_that_is_too_long_is_refused_before_it_has_come():
+    chunk = b"3e8\r\n" + b"a" * 1000 + b"\r\n1\r\na\r\n"  # the end of the next never comes
+    with besieged(max_body=1000) as s:
+        for sent, said in (
+            (HEAD + b"Content-Length: 1001\r\n\r\n", (413, "request_too_large")),
+            (HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk, (413, "request_too_large")),
+            (post(b"{}"), (400, "invalid_request")),
+        ):
+            with connect(s) as c:
+                c.sendall(sent)
+                r = http.client.HTTPResponse(c)
+                r.begin()
+                assert (r.status, json.loads(r.read())["error"]["code"]) == said
+                assert r.status == 400 or r.getheader("connection") == "close"
+        posted(s.web, "/v1/completions", prompt="a", user="x" * 900)
+
+
 def test_too_many_connections():
-    with serving(connections=8) as s:
+    with besieged(connections=8) as s:
+        count = lambda: state(s.server)["connections"]
         with contextlib.ExitStack() as stack:
             held = [stack.enter_context(connect(s)) for _ in range(8)]
-            until(lambda: state(s)["connections"] == 8)
-            r = complete(s)
+            until(lambda: count() == 8)
+            r = httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a"))
             assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
-            assert (r.headers["retry-after"], r.headers["connection"]) == (
-                str(RETRY_AFTER),
-                "close",
-            )
+            told = r.headers["retry-after"], r.headers["connection"]
+            assert told == (str(RETRY_AFTER), "close")
             more = [stack.enter_context(connect(s)) for _ in range(30)]
             # two to be told, and the others are closed
-            until(lambda: state(s)["connections"] <= 10)
+            until(lambda: count() <= 10)
             assert sum(not read_all(c) for c in more[-20:]) == 20
             for c in held:  # who has a place keeps it
                 c.sendall(post(dict(prompt="a", max_tokens=1)))
                 assert c.recv(12) == b"HTTP/1.1 200"
-        until(lambda: not state(s)["connections"])
+        until(lambda: not count())
         fine(s)
 
 
@@ -286,21 +289,51 @@ def test_two_lengths_of_a_body_end_the_connection(guards, method):
     "Who stands before the server may read the other, and take the rest for another request: that comes before the key, the name and a browser's question."
     asks = b"Origin: https://a\r\nAccess-Control-Request-Method: POST\r\n"
     both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-    with serving(**guards) as s, connect(s) as c:
+    with besieged(**guards) as s, connect(s) as c:
         c.sendall(method + HEAD.removeprefix(b"POST") + asks + both)
         c.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         got = answers(read_all(c))
     assert len(got) == 1 and got[0][0] == 400 and b"send one of them" in got[0][1]
 
 
-def test_who_left_is_forgotten_before_its_answer_begins():
-    with stopped(small()) as llm, serving(llm) as s:
-        c = connect(s)
-        c.sendall(post(dict(prompt="Once", max_tokens=20)))
-        until(lambda: state(s)["pending"] == 1)
-        c.close()
-        until(lambda: state(s)["pending"] == 0)
-        llm.resume()
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_who_hangs_up_is_cancelled(s, stream, prompts):
+    "While the engine stands, so that nothing but the hanging up can end the requests, before an answer begins or after."
+    count = lambda: s.llm.stats().requests.get("cancelled", 0)
+    ended, ask = (
+        count(),
+        dict(prompt=["a"] * prompts, max_tokens=200, ignore_eos=True, stream=stream),
+    )
+    with paused_after(s.llm, 12 * prompts if stream else 0):
+        with connect(s) as c:
+            c.sendall(post(ask))
+            if stream:
+                assert c.recv(9) == b"HTTP/1.1 "
+            until(lambda: state(s.server)["groups"] == prompts)
+        until(lambda: not any(state(s.server).values()))
+    assert count() == ended + prompts and "the client left" in s.said[-1]
+
+
+def test_a_client_that_leaves_while_it_sends(s):
+    until(lambda: not state(s.server)["tasks"])
+    del s.said[:]
+    with connect(s) as c:
+        c.sendall(HEAD + b"Content-Length: 100\r\n\r\n{")
+    until(lambda: s.said)
+    assert "the client left" in s.said[0]
+
+
+def test_a_target_that_is_a_whole_url():
+    "As RFC 9112 wants it, and the name in it is the Host's."
+    with besieged(names=[]) as s:
+        for host, status in ((b"localhost", 200), (b"evil.example", 403)):
+            with connect(s) as c:
+                c.sendall(
+                    b"GET http://%s/health?x=1 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+                    % host
+                )
+                assert [said for said, _ in answers(read_all(c))] == [status]
 
 
 BODIES_SENT = [
@@ -372,40 +405,28 @@ def test_a_client_that_asks_first(s):
 
 def test_a_long_wait_in_a_stream_is_not_silent():
     "Comments come while the engine stands, before the first part and after it; the parts are what they are without."
-    with serving(keep_alive=0.01) as s:
-        body = dict(max_tokens=30, ignore_eos=True, temperature=0)
-        want, steps = complete(s, **body).json()["choices"][0]["text"], 0
-
-        def watch(*_):
-            nonlocal steps
-            steps += 1
-            if steps == 15:
-                s.llm.pause()
-
-        s.llm.start().pause()
+    body = dict(prompt="a", max_tokens=30, ignore_eos=True, temperature=0)
+    with besieged(keep_alive=0.01) as s, contextlib.ExitStack() as stack:
+        want = posted(s.web, "/v1/completions", **body)["choices"]
+        stack.enter_context(paused_after(s.llm, 0))
         events, quiet, waits = [], 0, 0
-        body |= dict(prompt="a", stream=True)
-        with httpx.stream("POST", f"{s.url}/v1/completions", json=body, timeout=100) as r:
+        with s.web.stream("POST", "/v1/completions", json=body | dict(stream=True)) as r:
             assert r.status_code == 200
             for line in r.iter_lines():
                 quiet = quiet + 1 if line == ": keep-alive" else 0 if line else quiet
-                if line.startswith("data: {"):
-                    events.append(json.loads(line[6:]))
-                if quiet == 3:
-                    waits += 1
+                events += events_of(line)
+                if quiet >= 3 and s.llm.loop.paused:
+                    quiet, waits = 0, waits + 1
                     if waits == 1:
-                        s.llm.watchers.append(watch)
-                    else:
-                        s.llm.watchers.remove(watch)
-                    quiet = -(10**9) if waits == 2 else 0
+                        stack.enter_context(paused_after(s.llm, 15))
                     s.llm.resume()
         assert waits == 2 and line == ""
-        assert "".join(e["choices"][0]["text"] for e in events) == want
+        assert added_up(events)[0]["text"] == want[0]["text"]
 
 
 def test_who_never_reads_is_let_go():
     "An answer that is larger than what sockets hold; others are served, and what the server holds of it is a part or two."
-    with serving(patience=0.2, sndbuf=4096) as s:
+    with besieged(patience=0.2, sndbuf=4096) as s:
         most = 0
         with socket.socket() as c:
             c.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -413,13 +434,13 @@ def test_who_never_reads_is_let_go():
             c.connect(s.where)
             ask = dict(prompt="a", max_tokens=250, ignore_eos=True, n=8, logprobs=20, stream=True)
             c.sendall(post(ask))
-            held = lambda: list(s.server_state.connections)
+            held = lambda: list(s.server.server_state.connections)
             sizes = lambda: [x.transport.get_write_buffer_size() for x in held()]
             # asyncio's limit, at which the answer waits
             until(lambda: max(sizes(), default=0) > 2**16)
             for _ in range(3):
                 fine(s)
-            while state(s)["pending"]:
+            while state(s.server)["pending"]:
                 most = max([most, *sizes()])
                 time.sleep(0.005)
         assert 2**16 < most < 2**22
@@ -435,21 +456,18 @@ BODIES = [
 
 
 def text_in(raw):
-    "The text of an answer, whole or in parts."
-    head, _, body = raw.partition(b"\r\n\r\n")
-    if b"200 OK" not in head[:20]:
-        return head[:60]
-    parts = [body]
-    if b"event-stream" in head:
-        *parts, end = [x[6:] for x in body.split(b"\n") if x.startswith(b"data: ")] or [b""]
-        if end != b"[DONE]":
-            return b"cut off"
-    return "".join(json.loads(part)["choices"][0]["text"] for part in parts)
+    "The text of an answer, whole or in parts; bytes of one that is none."
+    head, _, body = raw.decode(errors="replace").partition("\r\n\r\n")
+    if "200 OK" not in head[:20] or "event-stream" in head and "data: [DONE]" not in body:
+        return raw[:60]
+    [choice] = added_up(events_of(body)) if "event-stream" in head else json.loads(body)["choices"]
+    return choice["text"]
 
 
-async def crowd(where, count, together, seed=0):
-    "`count` requests, as many at once as `together`; a third of their clients leave at random places. How many were answered, and the wrong answers."
-    rand, gate, want, wrong = random.Random(seed), asyncio.Semaphore(together), [], []
+async def crowd(where, count, together, seed=0, want=None):
+    """`count` requests, as many at once as `together`; a third of their clients leave at random places. How many were answered, and
+    the answers that are not those of `want`, or of a calm hour."""
+    rand, gate, wrong = random.Random(seed), asyncio.Semaphore(together), []
 
     async def ask(i, leave=None, reset=False):
         raw = post(BODIES[i % 24], HEAD + b"Connection: close\r\n")
@@ -486,10 +504,8 @@ async def crowd(where, count, together, seed=0):
             if how[0] is None and got != want[i % 24]:
                 wrong.append((i, got))
 
-    for i in range(24):
-        b = await ask(i)
-        assert isinstance(b, str), b
-        want.append(b)
+    want = want or [await ask(i) for i in range(24)]
+    assert all(isinstance(text, str) for text in want), want
     leaves = lambda: (rand.randrange(6), rand.random() < 0.5)
     hows = [leaves() if rand.random() < 1 / 3 else (None, False) for _ in range(count)]
     await asyncio.gather(*(one(i, how) for i, how in enumerate(hows)))
@@ -497,20 +513,25 @@ async def crowd(where, count, together, seed=0):
 
 
 def test_a_crowd_of_which_a_third_hangs_up(s):
-    "Answers are those of a calm hour."
-    said, wrong = asyncio.run(crowd(s.where, 300, 100, seed=2))
+    "Answers are those of `generate`, and none of those who left ends in an error."
+    outs = s.llm.generate([b["prompt"] for b in BODIES], [greedy(b["max_tokens"]) for b in BODIES])
+    failed = lambda: [s.llm.stats().requests.get(why, 0) for why in ("error", "timeout")]
+    before = failed()
+    said, wrong = asyncio.run(crowd(s.where, 300, 100, seed=2, want=texts(outs)))
     assert not wrong and said > 150
-    until(lambda: not any(state(s).values()))
+    until(lambda: not any(state(s.server).values()))
+    assert failed() == before
 
 
 def serve(descriptors):
-    "A server in a process of its own, whose state is at /state. Prints where it listens."
+    "A server in a process of its own, whose state is at /state. Says where it listens."
     if descriptors:
         import resource
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-    import logging
+    import logging, tempfile
     from fastapi import APIRouter
+    from batchlab.serve.batches import BatchRunner, BatchStore
 
     logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
     router, sock = APIRouter(), listen("127.0.0.1", 0)
@@ -521,50 +542,37 @@ def serve(descriptors):
         tasks = dict(threads=threading.active_count(), loop=len(asyncio.all_tasks()))
         return state(server) | tasks | dict(room=server.config.limit_concurrency)
 
-    import tempfile
-    from batchlab.serve.batches import BatchRunner, BatchStore
+    def ready():
+        print("a tiny model is served at", url_of(sock), file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         llm = small()
         batches = BatchRunner(BatchStore(folder), llm, "tiny")
-        app = create_app(llm, "tiny", routers=[router], batches=batches)
-        server = Server(app, ready=lambda: print(*sock.getsockname(), flush=True))
+        server = Server(create_app(llm, "tiny", routers=[router], batches=batches), ready=ready)
         server.run([sock])
 
 
-@contextlib.contextmanager
 def process(descriptors=0):
-    "Such a server: `(host, port)`, and what it writes to standard error."
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    words, said = [sys.executable, __file__, "--serve", str(descriptors)], []
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    p = subprocess.Popen(words, env=env, **pipes)
-    reader = threading.Thread(target=lambda: said.extend(p.stderr), daemon=True)
-    reader.start()
-    try:
-        host, port = p.stdout.readline().split()
-        yield (host, int(port)), said, p
-    finally:
-        p.kill()
-        p.wait()
-        reader.join()
-        p.stdout.close()
-        p.stderr.close()
+    return server_process(__file__, "--serve", str(descriptors))
+
+
+def where_of(url):
+    host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file descriptors as Linux has them")
 def test_a_server_with_few_file_descriptors():
     "It says 503 to some, closes others, goes on, and writes no flood of errors."
     form = dict(files=dict(file=("a.jsonl", b"{}")), data=dict(purpose="batch"))
-    with process(96) as (where, said, p), httpx.Client(timeout=100) as web:
-        url = f"http://{where[0]}:{where[1]}"
-        state = lambda: web.get(f"{url}/state").json()
-        post = lambda path, **more: web.post(f"{url}/v1/{path}", **more).status_code
+    with process(96) as (p, url, said), httpx.Client(base_url=url, timeout=100) as web:
+        state = lambda: web.get("/state").json()
+        post = lambda path, **more: web.post(f"/v1/{path}", **more).status_code
         room = state()["room"]
         assert 8 < room < 48
         with contextlib.ExitStack() as stack:
             for _ in range(150):
-                stack.enter_context(socket.create_connection(where, timeout=100))
+                stack.enter_context(socket.create_connection(where_of(url), timeout=100))
             until(lambda: state()["connections"] >= room)
             # there may be no file descriptor left for it
             assert post("files", **form) in (200, 503)
@@ -577,11 +585,10 @@ def test_a_server_with_few_file_descriptors():
 
 def main(count, together, seed=0):
     "Run a crowd, and print what the server holds before it and after. 1 if an answer is wrong or something is left, else 0."
-    with process() as (where, said, p), httpx.Client(timeout=100) as web:
+    with process() as (p, url, said), httpx.Client(base_url=url, timeout=100) as web:
 
         def held():
-            now = web.get(f"http://{where[0]}:{where[1]}/state").json()
-            return now | dict(fds=len(os.listdir(f"/proc/{p.pid}/fd")))
+            return web.get("/state").json() | dict(fds=len(os.listdir(f"/proc/{p.pid}/fd")))
 
         def rests():
             now = held()
@@ -589,16 +596,14 @@ def main(count, together, seed=0):
             return now.pop("tasks") <= 1 and now.pop("connections") <= 2 and not any(now.values())
 
         first, start = held(), time.perf_counter()
-        stayed, wrong = asyncio.run(crowd(where, count, together, seed))
+        stayed, wrong = asyncio.run(crowd(where_of(url), count, together, seed))
         took = time.perf_counter() - start
         until(rests)
         last = held()
-        print("before:", first, "after:", last, sep="\n")
-        print(
-            f"{count:,} requests in {took:.0f} s, {together:,} at once; {stayed:,} clients stayed"
-        )
-        print(f"{len(wrong)} wrong answers, {len(said)} lines of errors", *wrong[:5], sep="\n")
-        return int(bool(wrong) or last["fds"] > first["fds"] + 2)
+    print("before:", first, "after:", last, sep="\n")
+    print(f"{count:,} requests in {took:.0f} s, {together:,} at once; {stayed:,} clients stayed")
+    print(f"{len(wrong)} wrong answers, {len(said)} lines of errors", *wrong[:5], sep="\n")
+    return int(bool(wrong) or last["fds"] > first["fds"] + 2)
 
 
 if __name__ == "__main__":

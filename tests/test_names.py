@@ -1,11 +1,11 @@
 "Names that people bring from vLLM, transformers and the OpenAI API: each works, is refused by name, or is reported; and calls of which nothing can run raise."
 
-import inspect, logging, re, sys, warnings
-from functools import cache
+import inspect, logging, re, warnings
+from functools import cache, partial
 
 import pytest, torch
 
-from helpers import ROOT, same
+from helpers import ROOT, assistant, same, user
 from test_package import py
 
 from batchlab import LLM, AsyncLLM, SamplingParams
@@ -19,9 +19,9 @@ from batchlab.jobs.schema import parse_online
 from batchlab.jobs.settings import BadRequest
 
 TALK = [
-    dict(role="user", content="hi"),
-    dict(role="assistant", content="yo"),
-    dict(role="user", content="so"),
+    user("hi"),
+    assistant("yo"),
+    user("so"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
@@ -194,11 +194,14 @@ PLAIN = (
 CALL = dict(type="function", function=dict(name="f", description="d", parameters={}, arguments={}))
 
 
+GOES_ON = dict(continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     "messages, kw, theirs",
     [
         (TALK, {}, dict(add_generation_prompt=True)),
-        (TALK[:2], dict(continue_final_message=True), dict(continue_final_message=True)),
+        (TALK[:2], GOES_ON, GOES_ON),
         (TALK[:2], dict(add_generation_prompt=False), {}),
         (
             [*TALK, dict(role="assistant", tool_calls=[CALL]), dict(role="tool", content="5")],
@@ -208,7 +211,7 @@ CALL = dict(type="function", function=dict(name="f", description="d", parameters
     ],
 )
 def test_conversations_are_what_transformers_writes(llm, messages, kw, theirs):
-    own = {"messages": messages, **kw}
+    own = dict(messages=messages, **kw)
     outs = [
         *llm.chat(messages, GREEDY, **kw),
         *llm.generate(own, GREEDY),
@@ -225,7 +228,7 @@ def test_a_template_may_be_a_file_and_content_may_come_in_parts(llm, tmp_path):
     prompt_of = lambda talk, **kw: llm.chat(talk, GREEDY, **kw)[0].prompt
     file = tmp_path / "plain.jinja"
     assert prompt_of(TALK, chat_template=file) == prompt_of(TALK, chat_template=PLAIN)
-    said = lambda content: [dict(role="user", content=content)]
+    said = lambda content: [user(content)]
     parts = [dict(type="text", text=t) for t in "ab"]
     assert prompt_of(said(parts)) == prompt_of(said("a\nb"))
 
@@ -233,25 +236,21 @@ def test_a_template_may_be_a_file_and_content_may_come_in_parts(llm, tmp_path):
 def test_a_conversation_in_add_request_and_asyncio(llm):
     import asyncio
 
-    goes_on = dict(continue_final_message=True)
-    prompt, got = {"messages": TALK[:2], **goes_on, "max_tokens": 2, "temperature": 0}, []
+    prompt, got = dict(messages=TALK[:2], **GOES_ON, max_tokens=2, temperature=0), []
     llm.add_request(prompt, stream_callback=lambda e: got.append(e.output))
     while llm.has_unfinished:
         llm.step()
     want = got[-1].outputs[0].token_ids
 
     async def both():
-        asked = AsyncLLM(llm)
-        streams = asked.generate(prompt), asked.chat(TALK[:2], GREEDY, **goes_on)
-        ends = [[o async for o in stream][-1] for stream in streams]
-        await asked.shutdown()
-        return ends
+        async with AsyncLLM(llm) as asked:
+            streams = asked.generate(prompt), asked.chat(TALK[:2], GREEDY, **GOES_ON)
+            return [[o async for o in stream][-1] for stream in streams]
 
     ends = asyncio.run(both())
     assert [e.outputs[0].token_ids[:2] for e in ends] == [want, want] and len(want) == 2
     for prompt in ("hi", dict(prompt="hi")):
-        with pytest.raises(ParamError, match="prompt first"):
-            llm.add_request("id1", prompt, GREEDY)
+        refused(ParamError, "prompt first", llm.add_request, "id1", prompt, GREEDY)
 
 
 def test_an_answer_begun_and_closed_is_said(llm):
@@ -259,7 +258,7 @@ def test_an_answer_begun_and_closed_is_said(llm):
         llm.chat(TALK[:2], GREEDY)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        llm.chat(TALK[:2], GREEDY, continue_final_message=True)
+        llm.chat(TALK[:2], GREEDY, **GOES_ON)
         llm.logprobs([TALK[:2]])
 
 
@@ -278,52 +277,49 @@ def test_conversations_are_scored_as_the_template_writes_them(llm):
 # --- loud
 
 
+def refused(error, words, call, *args, **kw):
+    with pytest.raises(error, match=words):
+        call(*args, **kw)
+
+
 def test_what_is_wrong_with_all_of_a_call_raises(llm):
     import pandas as pd
     from tqdm import tqdm
 
+    errors = ModelError, PromptError, ParamError, TypeError
+    model, prompt, param, name = [partial(refused, error) for error in errors]
     bare, plain = LLM(tiny()[0]), LLM(*tiny(chat=False))
-    wish = SamplingParams(structured_outputs=dict(regex="a"))
-    calls = [
-        (lambda: bare.generate(["hi", "yo"]), ModelError, "without a tokenizer"),
-        (lambda: bare.generate([None, "yo"]), ModelError, "without a tokenizer"),
-        (lambda: [*bare.stream("hi")], ModelError, "without a tokenizer"),
-        (lambda: bare.plan("hi"), ModelError, "tokenizer"),
-        (lambda: bare.logprobs("hi"), ModelError, "tokenizer"),
-        (lambda: bare.generate([[5]], wish), ModelError, "needs a tokenizer"),
-        (lambda: plain.chat(TALK), ModelError, "no chat template"),
-        (lambda: llm.chat("hello"), PromptError, "llm.generate"),
-        (lambda: llm.chat(["a", "b"]), PromptError, "messages must be"),
-        (lambda: llm.generate([TALK]), PromptError, "llm.chat"),
-        (lambda: llm.generate(TALK), PromptError, "llm.chat"),
-        (
-            lambda: llm.generate(pd.DataFrame(dict(prompt=["a"]))),
-            PromptError,
-            r"frame\['prompt'\]",
-        ),
-        (lambda: llm.generate(dict(prompt=["a", "b"])), PromptError, r"d\['prompt'\]"),
-        (lambda: llm.generate(7), PromptError, "got 7"),
-        (lambda: llm.generate(None), PromptError, "None"),
-        (lambda: llm.logprobs("hi", ["yo"]), ParamError, "use_tqdm"),
-        (lambda: llm.plan([None]), PromptError, "None"),
-        (lambda: [*llm.stream(TALK)], PromptError, "llm.chat"),
-        (lambda: llm.generate({"prompt": "a", "max_tokns": 3}), ParamError, "max_tokens"),
-        (lambda: llm.generate("a", time_out=3), TypeError, "Did you mean 'timeout'"),
-        (lambda: llm.chat(TALK, chat_template="nowhere.jinja"), ParamError, "chat_template"),
-        (lambda: llm.chat(TALK, tools="f"), ParamError, "tools must be"),
-        (lambda: LLM(*tiny(), system="x"), TypeError, "system"),
-        (lambda: LLM(tiny()[0], 5), ParamError, "got int"),
-        (lambda: llm.logprobs({"prompt": "a", "temperature": 0}), ParamError, "temperature"),
-        (lambda: AsyncLLM(llm, "nowhere"), ParamError, "tokenizer"),
-        (lambda: AsyncLLM(llm, max_num_seqs=3), ParamError, "max_num_seqs"),
-        (lambda: llm.generate("a", GREEDY, max_tokens=3), TypeError, "max_tokens"),
-        (lambda: llm.generate("a", lora_request=7), ParamError, "lora_request"),
-        (lambda: llm.logprobs("a", temperature=0), TypeError, "temperature"),
-        (lambda: llm.generate("a", stream=True), TypeError, "stream"),
-    ]
-    for call, error, words in calls:
-        with pytest.raises(error, match=words):
-            call()
+    streamed = lambda llm, given: [*llm.stream(given)]
+    for given in (["hi", "yo"], [None, "yo"]):
+        model("without a tokenizer", bare.generate, given)
+    model("without a tokenizer", streamed, bare, "hi")
+    for call in (bare.plan, bare.logprobs):
+        model("tokenizer", call, "hi")
+    model("no chat template", plain.chat, TALK)
+    prompt("llm.generate", llm.chat, "hello")
+    prompt("messages must be", llm.chat, ["a", "b"])
+    for given in ([TALK], TALK):
+        prompt("llm.chat", llm.generate, given)
+    prompt("llm.chat", streamed, llm, TALK)
+    prompt(r"frame\['prompt'\]", llm.generate, pd.DataFrame(dict(prompt=["a"])))
+    prompt(r"d\['prompt'\]", llm.generate, dict(prompt=["a", "b"]))
+    prompt("got 7", llm.generate, 7)
+    prompt("None", llm.generate, None)
+    prompt("None", llm.plan, [None])
+    param("use_tqdm", llm.logprobs, "hi", ["yo"])
+    param("max_tokens", llm.generate, dict(prompt="a", max_tokns=3))
+    param("chat_template", llm.chat, TALK, chat_template="nowhere.jinja")
+    param("tools must be", llm.chat, TALK, tools="f")
+    param("got int", LLM, tiny()[0], 5)
+    param("temperature", llm.logprobs, dict(prompt="a", temperature=0))
+    param("tokenizer", AsyncLLM, llm, "nowhere")
+    param("max_num_seqs", AsyncLLM, llm, max_num_seqs=3)
+    param("lora_request", llm.generate, "a", lora_request=7)
+    name("Did you mean 'timeout'", llm.generate, "a", time_out=3)
+    name("system", LLM, *tiny(), system="x")
+    name("max_tokens", llm.generate, "a", GREEDY, max_tokens=3)
+    name("temperature", llm.logprobs, "a", temperature=0)
+    name("stream", llm.generate, "a", stream=True)
     assert llm.generate([]) == [] == llm.chat([]) and not llm.has_unfinished
     assert llm.generate("hi", GREEDY, use_tqdm=tqdm)[0].error is None
     assert plain.chat(TALK, GREEDY, chat_template="{{ messages[0].content }}")[0].prompt == "hi"
@@ -346,14 +342,12 @@ def test_what_a_conversations_dict_says_is_checked(llm, tmp_path):
         tools=dict(tools="f"),
         chat_template=dict(chat_template=str(file)),
     )
-    talks = [{"messages": TALK} | kw for kw in wrong.values()]
+    talks = [dict(messages=TALK, **kw) for kw in wrong.values()]
     first, *outs = llm.generate(["a", *talks], GREEDY)
     assert first.error is None and all(word in o.error for o, word in zip(outs, wrong))
-    developer = [dict(role="developer", content="be brief"), *TALK]
-    assert (
-        llm.chat(developer, GREEDY)[0].prompt
-        == llm.chat([dict(developer[0], role="system"), *TALK], GREEDY)[0].prompt
-    )
+    first = [[dict(role=role, content="be brief")] for role in ("developer", "system")]
+    one, other = [llm.chat([*said, *TALK], GREEDY)[0].prompt for said in first]
+    assert one == other
 
 
 def test_scores_of_dicts_and_of_short_prompts(llm):
@@ -411,15 +405,13 @@ def test_true_asks_for_log_probabilities_everywhere():
 def test_vllms_structured_outputs_are_read():
     from batchlab import StructuredOutputsParams
 
-    read = vllm.StructuredOutputsParams(
-        regex="a", backend="xgrammar", disable_fallback=True, whitespace_pattern=None
-    )
-    assert vars(read) == vars(StructuredOutputsParams(regex="a"))
+    want = vars(StructuredOutputsParams(regex="a"))
+    none = dict(backend="xgrammar", disable_fallback=True, whitespace_pattern=None)
+    assert vars(vllm.StructuredOutputsParams(regex="a", **none)) == want
     wish = vllm.SamplingParams(guided_decoding=vllm.GuidedDecodingParams(regex="a"))
-    assert vars(wish.structured_outputs) == vars(StructuredOutputsParams(regex="a"))
+    assert vars(wish.structured_outputs) == want
     for kw in (dict(jsno={}), dict(regex="a", structural_tag="x")):
-        with pytest.raises(TypeError, match=[*kw][-1]):
-            StructuredOutputsParams(**kw)
+        refused(TypeError, [*kw][-1], StructuredOutputsParams, **kw)
 
 
 def test_the_log_of_failures_is_short(lines):
@@ -439,14 +431,6 @@ def test_the_log_of_failures_is_short(lines):
     log_failures([*map(refused, range(300)), *others])
     [said] = lines()
     assert "300 ×" in said and "9 others" in said and len(said) < 1200
-
-
-def test_a_missing_llguidance_raises(llm, monkeypatch):
-    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(ModelError, match=r"pip install 'batchlab\[structured\]'"):
-        LLM(*tiny()).generate(["a", "b"], SamplingParams(structured_outputs=dict(regex="a")))
 
 
 def test_settings_of_a_call_and_of_a_prompt(llm):
@@ -475,19 +459,11 @@ def test_requests_that_failed_are_counted_by_reason(llm, lines):
 
 def test_encode_chat_tells_the_models_fault_from_the_messages():
     tok = tiny_tokenizer()
-    for messages in (
-        "hi",
-        [],
-        [dict(role="user")],
-        [dict(role="user", content=[dict(type="image_url")])],
-    ):
-        with pytest.raises(PromptError):
-            encode_chat(tok, messages)
+    for messages in ("hi", [], [dict(role="user")], [user([dict(type="image_url")])]):
+        refused(PromptError, "", encode_chat, tok, messages)
     tok.chat_template = "{{ raise_exception('no') }}"
-    with pytest.raises(PromptError, match="refuses these messages"):
-        encode_chat(tok, TALK)
-    with pytest.raises(ModelError):
-        encode_chat(None, TALK)
+    refused(PromptError, "refuses these messages", encode_chat, tok, TALK)
+    refused(ModelError, "", encode_chat, None, TALK)
 
 
 def test_tools_that_the_template_does_not_know_are_refused(llm):
@@ -513,33 +489,33 @@ HUGE = 10**400, -(10**400), 10**5000
 
 def test_a_whole_number_may_be_written_as_a_float(llm):
     assert SamplingParams(**{k: float(v) for k, v in WHOLE.items()}) == SamplingParams(**WHOLE)
-    for kind, floats, ints in (
-        (SamplingParams, dict(stop_token_ids=[5.0]), dict(stop_token_ids=[5])),
-        (SamplingParams, dict(allowed_token_ids=[6.0]), dict(allowed_token_ids=[6])),
-        (SamplingParams, dict(bad_words=[[8.0]]), dict(bad_words=[[8]])),
-        (SamplingParams, dict(logit_bias={9.0: 1}), dict(logit_bias={9: 1})),
-        (SamplingParams, dict(logprob_token_ids=[3.0]), dict(logprob_token_ids=[3])),
-        (PoolingParams, dict(dimensions=4.0), dict(dimensions=4)),
-        (PoolingParams, dict(layers=[0.0, -1.0]), dict(layers=(0, -1))),
+    for floats, ints in (
+        (dict(stop_token_ids=[5.0]), dict(stop_token_ids=[5])),
+        (dict(allowed_token_ids=[6.0]), dict(allowed_token_ids=[6])),
+        (dict(bad_words=[[8.0]]), dict(bad_words=[[8]])),
+        (dict(logit_bias={9.0: 1}), dict(logit_bias={9: 1})),
+        (dict(logprob_token_ids=[3.0]), dict(logprob_token_ids=[3])),
     ):
-        assert kind(**floats) == kind(**ints)
+        assert SamplingParams(**floats) == SamplingParams(**ints)
+    layered = PoolingParams(dimensions=4.0, layers=[0.0, -1.0])
+    assert layered == PoolingParams(dimensions=4, layers=(0, -1))
     how = dict(max_tokens=2.0, temperature=0.0)
     [one] = llm.generate([[5.0, 6.0]], how, priority=1.0, timeout=100)
     assert one.prompt_token_ids == [5, 6] and len(one.outputs[0].token_ids) == 2
     small = LLM(*tiny(), max_num_seqs=4.0, max_model_len=50.0).limits
     assert (small.max_num_seqs, small.max_model_len) == (4, 50)
-    for n in (*one.prompt_token_ids, small.max_num_seqs):
-        assert type(n) is int
+    assert {type(n) for n in (*one.prompt_token_ids, small.max_num_seqs)} == {int}
     asked = parse_online(dict(prompt=[5.0, 6.0], max_tokens=3.0, n=2.0, priority=1.0), "text")
     assert (asked.params.max_tokens, asked.params.n, asked.priority) == (3, 2, 1)
-    with pytest.raises(BadRequest, match="128"):
-        parse_online(dict(prompt="x", n=200.0), "text")
+    refused(BadRequest, "128", parse_online, dict(prompt="x", n=200.0), "text")
     for wrong in (2.5, True, "3", float("inf"), float("nan")):
-        with pytest.raises(ParamError):
-            SamplingParams(max_tokens=wrong)
+        refused(ParamError, "", SamplingParams, max_tokens=wrong)
 
 
-@pytest.mark.parametrize("huge", HUGE, ids=("long", "negative", "unwritable"))
+each_huge = pytest.mark.parametrize("huge", HUGE, ids=("long", "negative", "unwritable"))
+
+
+@each_huge
 def test_a_number_of_any_size_is_read_or_refused_by_name(huge):
     for name in RULES:
         try:
@@ -553,15 +529,17 @@ def test_a_number_of_any_size_is_read_or_refused_by_name(huge):
         dict(logit_bias={huge: "x"}),
         dict(logit_bias={5: huge}),
     ):
-        with pytest.raises(ParamError, match=[*kw][0]):
-            SamplingParams(**kw)
+        refused(ParamError, [*kw][0], SamplingParams, **kw)
 
 
-@pytest.mark.parametrize("huge", HUGE, ids=("long", "negative", "unwritable"))
+@each_huge
 def test_a_request_may_hold_a_number_of_any_size(llm, huge):
+    ask = lambda prompt=(5,), call={}, **kw: llm.generate(
+        [[*prompt]], SamplingParams(**kw), **call
+    )[0]
     for call in (dict(priority=huge), dict(timeout=huge)):
         try:
-            assert not llm.generate([[5]], SamplingParams(max_tokens=1), **call)[0].error
+            assert not ask(call=call, max_tokens=1).error
         except ParamError as e:
             assert "timeout" in str(e)
     if huge < 0:
@@ -572,11 +550,11 @@ def test_a_request_may_hold_a_number_of_any_size(llm, huge):
         dict(allowed_token_ids=[huge]),
         dict(bad_words=[[huge]]),
     ):
-        said = llm.generate([[5]], SamplingParams(**kw))[0].error
+        said = ask(**kw).error
         assert [*kw][0] in said and len(said) < 400
-    assert len(llm.generate([[5, huge]])[0].error) < 400
-    long = SamplingParams(max_tokens=huge, ignore_eos=True, stop_token_ids=[*range(259)])
-    assert llm.generate([[5]], long)[0].outputs[0].token_ids
+    assert len(ask([5, huge]).error) < 400
+    long = ask(max_tokens=huge, ignore_eos=True, stop_token_ids=[*range(259)])
+    assert long.outputs[0].token_ids
 
 
 # --- a prompt that is too long, cut to its end
@@ -604,31 +582,20 @@ def test_the_end_of_a_prompt_is_kept_where_that_is_asked_for():
     for outs in (
         llm.generate([dict(prompt=text, **five)]),
         llm.generate(text, five),
-        llm.chat([dict(role="user", content=text)], five),
+        llm.chat([user(text)], five),
     ):
         assert len(outs[0].prompt_token_ids) == 5
     asked = parse_online(dict(prompt="x", truncate_prompt_tokens=-1), "text")
     assert asked.params.truncate_prompt_tokens == -1
 
 
-def test_a_vector_of_a_text_that_is_cut():
-    llm = LLM(*tiny(), max_model_len=64)
-    cut = llm.embed("x" * 200, pooling_params=PoolingParams(truncate_prompt_tokens=-1))[0]
-    assert not cut.error and len(cut.prompt_token_ids) == 64
-    assert llm.embed("x" * 200)[0].error
-    with pytest.raises(TypeError, match="truncate"):
-        llm.embed("x", truncate=True)
-
-
 def test_names_of_vllm_point_to_what_there_is(llm, tmp_path):
     from batchlab.models import load_model
 
-    for name, words in dict(get_metrics="get_metrics", nothing_such="has no").items():
-        with pytest.raises(AttributeError, match=words):
-            getattr(llm, name)
+    refused(AttributeError, "get_metrics", getattr, llm, "get_metrics")
+    refused(AttributeError, "has no", getattr, llm, "nothing_such")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match="LoRARequest"):
-        load_model(str(tmp_path))
+    refused(ModelNotFoundError, "LoRARequest", load_model, str(tmp_path))
 
 
 def test_slots_are_not_counted_for_each_kind_of_request():

@@ -5,13 +5,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
-pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
-httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
+from helpers import needs
+
+httpx, *_ = needs("httpx", "fastapi", "uvicorn")
 
 from batchlab.cli import page_from_args
-from batchlab import LLM
-from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.models import tiny_model
 from batchlab.serve import page as page_module
 from batchlab.serve.batches import BatchRunner, BatchStore, NewFile
 from batchlab.cli.flags import parse_args
@@ -19,7 +18,7 @@ from batchlab.serve.page import Lookout, page_router, steps_of, trusted
 from batchlab.view.trace import Live, StepLog
 from batchlab.view import trace as trace_module
 
-from test_server import paused_after, serving, until
+from helpers import greedy, paused_after, posted, serving, tiny_llm, until
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SECRET = "nobody else may read this"
@@ -40,11 +39,8 @@ def looking(url, **kw):
 
 def asking(url, prompt, **more):
     "A request under way, in a thread."
-    t = threading.Thread(
-        target=lambda: httpx.post(
-            f"{url}/v1/completions", json=dict(prompt=prompt) | LONG | more, timeout=100
-        )
-    )
+    how = dict(json=dict(prompt=prompt) | LONG | more, timeout=100)
+    t = threading.Thread(target=httpx.post, args=[f"{url}/v1/completions"], kwargs=how)
     t.start()
     return t
 
@@ -65,10 +61,8 @@ def held(s, asks, events):
 
 @pytest.fixture(scope="module")
 def s():
-    with serving(
-        llm=LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=2, max_num_batched_tokens=16),
-        routers=[page_router()],
-    ) as s:
+    llm = tiny_llm(max_num_seqs=2, max_num_batched_tokens=16)
+    with serving(llm, routers=[page_router()]) as s:
         yield s
 
 
@@ -79,38 +73,29 @@ def test_a_state_is_what_the_engine_has(s):
     with looking(s.url) as states:
         next(states)  # it is looked at from the first step on
         with held(s, [dict(prompt=f"{SECRET} {i}", stream=i < 2) for i in range(4)], 60):
-            state, stats, [scheduler] = (
-                next(x for x in states if x["waiting"] == 2),
-                s.llm.stats(),
-                [e.scheduler for e in s.llm.engines.values()],
-            )
+            state = next(x for x in states if x["waiting"] == 2)
+            [scheduler] = [e.scheduler for e in s.llm.engines.values()]
             while state["made"] < sum(len(r.output_ids) for r in scheduler.running):
                 state = next(states)  # of the step that is the last for now
-            assert (state["running"], state["waiting"], state["kv"]["held"]) == (
-                stats.running,
-                2,
-                stats.blocks_in_use,
-            ) and stats.running == 2
-            assert sorted((x[0], x[1], x[3], x[4], x[6], x[7]) for x in state["slots"]) == sorted(
-                (
+            stats = s.llm.stats()
+            assert (state["running"], state["kv"]["held"]) == (2, stats.blocks_in_use)
+            assert stats.running == state["streams"] == state["seats"] == 2
+            shown = sorted([*x[:2], *x[3:5], *x[6:8]] for x in state["slots"])
+            assert shown == sorted(
+                [
                     r.slot,
                     r.request_id,
                     len(r.prompt_ids),
                     r.num_computed_tokens,
                     len(r.output_ids),
                     150,
-                )
+                ]
                 for r in scheduler.running
             )
-            assert (
-                [q[1] for q in state["queue"]] == [len(r.prompt_ids) for r in scheduler.waiting]
-                and state["streams"] == 2
-                and state["seats"] == 2
-            )
+            assert [q[1] for q in state["queue"]] == [len(r.prompt_ids) for r in scheduler.waiting]
             assert SECRET not in json.dumps(state)
-        after = next(
-            x for x in states if sum(x["totals"]["ended"].values()) == 4
-        )  # whose ends were told, which follows the last step
+        # whose ends were told, which follows the last step
+        after = next(x for x in states if sum(x["totals"]["ended"].values()) == 4)
         stats = s.llm.stats()
         assert after["totals"] == dict(
             prompt=stats.prompt_tokens,
@@ -123,40 +108,23 @@ def test_a_state_is_what_the_engine_has(s):
 
 
 def test_letters_are_what_the_trace_says():
-    llm = LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=3, max_num_batched_tokens=16)
-    eye, prompts = (
-        Lookout(llm),
-        [
-            "The sea is deep and the hills are",
-            "Rain falls on all of them in the end",
-            "The sea is deep and the hills",
-            "A",
-            "B",
-            "The sea is deep and then",
-        ],
-    )
+    llm = tiny_llm(max_num_seqs=3, max_num_batched_tokens=16)
+    eye, sea = Lookout(llm), "The sea is deep and the hills"
+    rain = "Rain falls on all of them in the end"
+    prompts = [f"{sea} are", rain, sea, "A", "B", "The sea is deep and then"]
     with eye.viewer() as live, llm.trace() as trace:
-        llm.generate(
-            prompts,
-            [dict(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 9, 3, 7, 4, 6)],
-        )
+        llm.generate(prompts, [greedy(n) for n in (5, 9, 3, 7, 4, 6)])
     llm.close()
     data, began = json.loads(json.dumps(trace.data)), set()
     steps = steps_of(live, 0, live.num_steps)
     assert len(data["steps"]) == len(steps) == live.num_steps
     for step, (cells, decode, prefill) in zip(data["steps"], steps):
-        assert decode + prefill == step["tokens"] and decode == sum(
-            r[3] for r in step["rows"] if not r[6]
-        )
+        assert decode + prefill == step["tokens"]
+        assert decode == sum(r[3] for r in step["rows"] if not r[6])
         for slot, number, start, n, again, _, is_prefill, _ in step["rows"]:
-            cell = cells[slot]
-            assert cell.isupper() == (number not in began) and cell.lower() == (
-                "a"
-                if again
-                else ("c" if start and number not in began else "p")
-                if is_prefill
-                else "d"
-            )
+            first = number not in began
+            letter = "a" if again else "d" if not is_prefill else "c" if start and first else "p"
+            assert cells[slot] == (letter.upper() if first else letter)
             began.add(number)
         assert sum(c in "dDpPcCaA" for c in cells) == len(step["rows"])
     assert live.request_log.made == sum(r["output_tokens"] for r in data["requests"])
@@ -167,8 +135,7 @@ def test_letters_are_what_the_trace_says():
 
 
 def test_nothing_for_nobody(s, monkeypatch):
-    made = []
-    of = trace_module.snapshot
+    made, of = [], trace_module.snapshot
     monkeypatch.setattr(trace_module, "snapshot", lambda llm: made.append(llm) or of(llm))
     asking(s.url, "a").join()
     assert not lookouts(s.llm) and not made
@@ -176,9 +143,8 @@ def test_nothing_for_nobody(s, monkeypatch):
         next(a), next(b)
         assert len(lookouts(s.llm)) == 1  # one for all who look
         asking(s.url, "a").join()
-        steps = next(
-            x for x in a if x["totals"]["ended"] and not x["running"] and x["num_steps"] >= 150
-        )["num_steps"]
+        done = lambda x: x["totals"]["ended"] and not x["running"] and x["num_steps"] >= 150
+        steps = next(filter(done, a))["num_steps"]
         assert len(made) < steps / 2, "a state is made when one is asked for, not at every step"
     until(lambda: not lookouts(s.llm))
 
@@ -194,12 +160,9 @@ def test_no_more_viewers_than_there_are_places(s, monkeypatch):
         next(a)
         with looking(s.url) as b:
             next(b)
-            r = httpx.get(f"{s.url}/page/events")
-            assert (
-                r.status_code == 429
-                and r.headers["retry-after"]
-                and r.json()["error"]["code"] == "rate_limit_exceeded"
-            )
+            r = s.web.get("/page/events")
+            assert (r.status_code, r.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert r.headers["retry-after"]
         until(lambda: can_look(s.url))
         with looking(s.url) as b:
             next(b)
@@ -207,14 +170,11 @@ def test_no_more_viewers_than_there_are_places(s, monkeypatch):
 
 
 def test_a_mistake_in_the_page_ends_no_request(s, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(StepLog, "note", broken)
+    monkeypatch.setattr(StepLog, "note", lambda *_: 1 / 0)
     with looking(s.url) as states:
         next(states)
-        r = httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a") | LONG, timeout=100)
-        assert r.json()["usage"]["completion_tokens"] == 150 and not lookouts(s.llm)
+        usage = posted(s.web, "/v1/completions", prompt="a", **LONG)["usage"]
+        assert usage["completion_tokens"] == 150 and not lookouts(s.llm)
         assert next(x for x in states if x["totals"]["ended"])  # the figures go on
 
 
@@ -234,90 +194,69 @@ def test_an_open_page_does_not_hold_up_the_end():
 
 def test_with_a_key_the_page_is_open_and_its_data_are_not():
     with serving(api_key="sesame", routers=[page_router()]) as s:
-        r = httpx.get(s.url)
-        assert (
-            r.status_code == 200
-            and "tiny" not in r.text
-            and httpx.get(f"{s.url}/page/events").status_code == 401
-        )
-        with looking(
-            s.url, headers=dict(Authorization="Bearer sesame", Host="batchlab.example")
-        ) as states:
+        r = s.web.get("/")
+        assert r.status_code == 200 and "tiny" not in r.text
+        assert s.web.get("/page/events").status_code == 401
+        known = dict(Authorization="Bearer sesame", Host="batchlab.example")
+        with looking(s.url, headers=known) as states:
             assert next(states)["model"] == "tiny"
 
 
 def test_other_sites_may_not_look():
+    headers = lambda h: {k.replace("_", "-"): v for k, v in h.items()}
+    hidden = lambda r: not any(k.startswith("access-control") for k in r.headers)
     with serving(routers=[page_router(names=["box.lan"])]) as s:
-        events, code = (
-            f"{s.url}/page/events",
-            lambda **h: (
-                httpx.get(
-                    f"{s.url}/page/events", headers={k.replace("_", "-"): v for k, v in h.items()}
-                ).status_code
-            ),
-        )
-        assert [code(Sec_Fetch_Site=x) for x in ("cross-site", "same-site")] == [403, 403] and code(
-            Host="evil.example"
-        ) == 403  # its name leads here now
+        events = "/page/events"
+        for h in (
+            *(dict(Sec_Fetch_Site=site) for site in ("cross-site", "same-site")),
+            dict(Host="evil.example"),  # its name leads here now
+            # all that a browser says on plain HTTP
+            *(dict(Origin=site) for site in ("https://evil.example", "http://[", "null")),
+        ):
+            assert s.web.get(events, headers=headers(h)).status_code == 403
         asked = dict(
             Origin="https://evil.example",
             Access_Control_Request_Method="GET",
             Access_Control_Request_Headers="authorization",
         )
-        r = httpx.options(events, headers={k.replace("_", "-"): v for k, v in asked.items()})
-        assert r.status_code == 403 and not any(k.startswith("access-control") for k in r.headers)
-        assert [code(Origin=x) for x in ("https://evil.example", "http://[", "null")] == [
-            403
-        ] * 3  # all that a browser says on plain HTTP
+        r = s.web.options(events, headers=headers(asked))
+        assert r.status_code == 403 and hidden(r)
         for host in ("box.lan:80", "localhost", s.url[7:]):
-            with httpx.stream("GET", events, headers=dict(Host=host, Origin=f"http://{host}")) as r:
-                assert r.status_code == 200 and not any(
-                    k.startswith("access-control") for k in r.headers
-                )
-    assert [
-        trusted(h, [])
-        for h in ("", "[", "127.0.0.1.evil.example", "localhost.evil.example", "1.2.3.4:x")
-    ] == [False] * 4 + [True]
+            own = dict(Host=host, Origin=f"http://{host}")
+            with s.web.stream("GET", events, headers=own) as r:
+                assert r.status_code == 200 and hidden(r)
+    hosts = "", "[", "127.0.0.1.evil.example", "localhost.evil.example", "1.2.3.4:x"
+    assert [trusted(h, []) for h in hosts] == [False] * 4 + [True]
 
 
 def test_the_policy_allows_this_script_and_no_other(s):
-    r, found = httpx.get(s.url), []
+    r, found = s.web.get("/"), []
+
+    def harmful(key, value):
+        outside = key in ("src", "href") and not value.startswith(("#", "data:,"))
+        return key.startswith("on") or key == "style" or outside
 
     class Parser(HTMLParser):
         def handle_starttag(self, tag, attrs):
             found.append(tag)
-            assert not [
-                k
-                for k, v in attrs
-                if k.startswith("on")
-                or k == "style"
-                or k in ("src", "href")
-                and not v.startswith(("#", "data:,"))
-            ], attrs
+            assert not [key for key, value in attrs if harmful(key, value)], attrs
 
     Parser().feed(r.text)
     assert found.count("script") == found.count("style") == 1
     policy = dict(p.strip().split(" ", 1) for p in r.headers["content-security-policy"].split(";"))
-    for tag, part in (("script", "script-src"), ("style", "style-src")):
+    for tag in ("script", "style"):
         text = re.search(f"<{tag}>(.*)</{tag}>", r.text, re.S)[1]
-        assert (
-            policy[part]
-            == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-        )
-    assert (
-        policy["default-src"]
-        == policy["base-uri"]
-        == policy["frame-ancestors"]
-        == policy["form-action"]
-        == "'none'"
-        and policy["connect-src"] == "'self'"
-    )
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    for part in ("default-src", "base-uri", "frame-ancestors", "form-action"):
+        assert policy[part] == "'none'"
+    assert policy["connect-src"] == "'self'"
 
 
 def test_the_flag():
-    assert page_from_args(parse_args(["serve", "--no-page"]), None) == [] and [
-        r.path for r in page_from_args(parse_args(["serve"]), None)[0].routes
-    ] == ["/", "/page/events"]
+    routers = lambda *flags: page_from_args(parse_args(["serve", *flags]), None)
+    assert routers("--no-page") == []
+    assert [r.path for r in routers()[0].routes] == ["/", "/page/events"]
 
 
 # in a browser
@@ -357,9 +296,7 @@ def reads(page, selector, text):
 def test_slots_fill_and_the_playground_answers_by_keyboard(browser):
     with (
         serving(
-            llm=LLM(
-                tiny_model("llama", max_position_embeddings=2048), tiny_tokenizer(), max_num_seqs=4
-            ),
+            tiny_llm(tiny_model("llama", max_position_embeddings=2048), max_num_seqs=4),
             routers=[page_router()],
         ) as s,
         opened(browser, s.url) as page,
@@ -425,7 +362,7 @@ HOSTILE = '"><img src=x onerror="window.harm = 1"><script>window.harm = 2</scrip
 
 
 def test_names_and_answers_are_text(browser, tmp_path):
-    llm = LLM(tiny_model("llama"), tiny_tokenizer(), max_num_seqs=4)
+    llm = tiny_llm(max_num_seqs=4)
     runner = BatchRunner(BatchStore(tmp_path), llm, "tiny")
     with serving(
         llm=llm, batches=runner, api_key="sesame", routers=[page_router(batches=True)]

@@ -6,11 +6,10 @@ import pytest
 
 pytest.importorskip("execnb.shell", reason="needs execnb, which nbdev brings")
 
-from helpers import BOOK, ROOT
+from helpers import BOOK, ROOT, tiny_llm, user
 from transformers import T5Config
 
 import batchlab
-from batchlab import LLM
 from batchlab.compat.vllm import engine_options
 from batchlab.errors import JobError, ModelError, PromptError
 from batchlab.jobs.lines import parse_line
@@ -76,12 +75,9 @@ def test_the_page_on_models_has_the_families_that_chapter_70_has(monkeypatch):
         "```sh\nbatchlab rnu -i a.jsonl\n```",
     ],
 )
-def test_a_wrong_command_on_a_page_is_found(text, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "nbs")
-    from pages import check_command, commands
-
+def test_a_wrong_command_on_a_page_is_found(text, pages):
     with pytest.raises(Exception, match="did you mean|unknown"):
-        [*map(check_command, commands(text))]
+        [*map(pages.check_command, pages.commands(text))]
 
 
 PROSE = [*BOOK["notebooks"](), ROOT / "CONTRIBUTING.md"]
@@ -98,12 +94,18 @@ def prose(path):
     return re.sub(r"^\*Elsewhere:.*$", "", text, flags=re.M)
 
 
-def test_what_pages_name_is_there(monkeypatch):
-    "Every command, flag, route and argument."
+@pytest.fixture
+def pages(monkeypatch):
+    "What checks pages, in nbs."
     monkeypatch.syspath_prepend(ROOT / "nbs")
-    from pages import misnamed
+    import pages
 
-    wrong = {p.stem: {*misnamed(prose(p))} - OTHERS for p in PROSE}
+    return pages
+
+
+def test_what_pages_name_is_there(pages):
+    "Every command, flag, route and argument."
+    wrong = {p.stem: {*pages.misnamed(prose(p))} - OTHERS for p in PROSE}
     assert {page: names for page, names in wrong.items() if names} == {}
 
 
@@ -119,11 +121,8 @@ def test_what_pages_name_is_there(monkeypatch):
         ("`batchlab answer`", "unknown command"),
     ],
 )
-def test_a_name_that_is_not_there_is_found(text, name, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "nbs")
-    from pages import misnamed
-
-    [said] = misnamed(text)
+def test_a_name_that_is_not_there_is_found(text, name, pages):
+    [said] = pages.misnamed(text)
     assert name in said
 
 
@@ -131,6 +130,11 @@ def test_a_name_that_is_not_there_is_found(text, name, monkeypatch):
 
 DENIES = r"not\s+supported|unsupported|but\s+not\s+the|not\s+implemented|(is|are)\s+refused|(without|no)\s+effect"
 SENTENCES = r"(?<=[.!?;])\s+|\n\n|\n(?=[|*-])"
+
+
+@functools.cache
+def llm():
+    return tiny_llm(tiny_model("llama", num_hidden_layers=1))
 
 
 def refused(read, body, *names):
@@ -159,7 +163,7 @@ def no_other_kinds(folder):
     parts = (dict(type=kind) for kind in ("image_url", "input_audio"))
     for content in parts:
         with pytest.raises(PromptError):
-            encode_chat(tiny_tokenizer(), [dict(role="user", content=[content])])
+            encode_chat(tiny_tokenizer(), [user([content])])
     with pytest.raises(ModelError, match="encoder-decoder"):
         load_model(str(folder))
     return True
@@ -170,11 +174,10 @@ def job_refused(folder):
     (folder / "in.csv").write_bytes("prompt\nGrüße\n".encode("cp1252"))
     run = functools.partial(batchlab.run, folder / "in.csv", folder / "out.csv")
     params = dict(max_tokens=1)
-    llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
-    assert run(params, model=llm).failed == 1
+    assert run(params, model=llm()).failed == 1
     with pytest.raises(JobError, match="retry_errors"):
-        run(params, model=llm, encoding="cp1252")
-    return run(params, model=llm, encoding="cp1252", retry_errors=True).failed == 0
+        run(params, model=llm(), encoding="cp1252")
+    return run(params, model=llm(), encoding="cp1252", retry_errors=True).failed == 0
 
 
 def finished_refused(folder):
@@ -182,18 +185,16 @@ def finished_refused(folder):
     source = folder / "in.jsonl"
     source.write_text('{"prompt": "a"}\n')
     run = functools.partial(batchlab.run, source, folder / "out.jsonl", dict(max_tokens=1))
-    llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
-    assert run(model=llm).answered == 1
+    assert run(model=llm()).answered == 1
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(JobError, match="is finished, and 1 requests"):
-        run(model=llm)
-    return run(model=llm, force=True).answered == 2
+        run(model=llm())
+    return run(model=llm(), force=True).answered == 2
 
 
 def no_field_inside(folder):
-    llm = LLM(tiny_model("llama", num_hidden_layers=1), tiny_tokenizer())
     with pytest.raises(PromptError, match="chat_template_kwargs has tools"):
-        llm.generate(CHAT | dict(chat_template_kwargs=dict(tools=[])))
+        llm().generate(CHAT | dict(chat_template_kwargs=dict(tools=[])))
     return True
 
 
@@ -203,7 +204,7 @@ def mark_refused(folder):
     return True
 
 
-CHAT = dict(messages=[dict(role="user", content="Hi")])
+CHAT = dict(messages=[user("Hi")])
 MESSAGE = CHAT | dict(model="any", max_tokens=1)
 ASKED = dict(input="Hi")
 KEPT = ("store", True), ("background", True), ("previous_response_id", "resp_1")

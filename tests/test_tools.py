@@ -26,6 +26,7 @@ from batchlab.jobs.tools import (
     tool_params,
 )
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
+from helpers import assistant, grow, junk, user
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 llguidance = pytest.importorskip(
@@ -129,24 +130,28 @@ def plain(calls):
     return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
 
 
+AUTO, MUST, NONE = [check_tools(TOOLS, choice) for choice in (None, "required", "none")]
+HERMES = fmt_of("hermes")
+
+
 # --- what a request says
 
 
 @pytest.mark.parametrize(
-    "choice,mode,names,parallel",
+    "choice, mode, names, parallel",
     [
-        (None, "auto", ["weather", "now"], True),
-        ("auto", "auto", ["weather", "now"], True),
-        ("none", "none", [], True),
-        ("required", "required", ["weather", "now"], True),
-        (function("now"), "required", ["now"], False),
-        (allowed("auto", "now"), "auto", ["now"], True),
-        (allowed("required", "now", "now", "weather"), "required", ["weather", "now"], True),
+        (None, "auto", "weather now", True),
+        ("auto", "auto", "weather now", True),
+        ("none", "none", "", True),
+        ("required", "required", "weather now", True),
+        (function("now"), "required", "now", False),
+        (allowed("auto", "now"), "auto", "now", True),
+        (allowed("required", "now", "now", "weather"), "required", "weather now", True),
     ],
 )
 def test_choices(choice, mode, names, parallel):
     got = check_tools(TOOLS, choice)
-    assert (got.mode, [*got.schemas], got.parallel) == (mode, names, parallel)
+    assert (got.mode, " ".join(got.schemas), got.parallel) == (mode, names, parallel)
     assert not check_tools(TOOLS, choice, False).parallel
     assert check_tools(TOOLS, choice, True).parallel == parallel
     assert [t["function"]["name"] for t in got.tools] == ["weather", "now"]
@@ -220,16 +225,7 @@ def test_what_is_wrong_is_said_by_field(given, words):
 
 
 KEYS = "type function name parameters properties required mode tools allowed_tools x".split()
-JUNK = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from(["function", "auto", "f", "object", "allowed_tools"]),
-    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.sampled_from(KEYS), v, max_size=4),
-    max_leaves=12,
-)
+JUNK = junk("function", "auto", "f", "object", "allowed_tools", keys=KEYS, max_leaves=12)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -315,17 +311,17 @@ def test_models_without_tools():
     assert format_of(tiny_tokenizer()) is None and format_of(tiny_tokenizer(chat=False)) is None
     named = tiny_tokenizer()
     named.chat_template = dict(default=named.chat_template, tool_use=TEMPLATES["hermes"])
-    assert format_of(named) == fmt_of("hermes")
+    assert format_of(named) == HERMES
     with pytest.raises(BadRequest, match="not supported") as e:
-        tool_params(SamplingParams(), None, check_tools(TOOLS))
+        tool_params(SamplingParams(), None, AUTO)
     assert e.value.param == "tools"
-    assert parse_answer(None, check_tools(TOOLS), written(FORMATS["hermes"], ("now", {})))[1] == []
+    assert parse_answer(None, AUTO, written(FORMATS["hermes"], ("now", {})))[1] == []
 
 
 def test_the_layout_is_what_the_template_writes():
     hermes = TEMPLATES["hermes"]
     single = hermes.replace("m.tool_calls %}", "m.tool_calls and m.tool_calls | length < 2 %}", 1)
-    assert fmt_of("hermes").parallel and not found(single).parallel, "that drops the second call"
+    assert HERMES.parallel and not found(single).parallel, "that drops the second call"
     thinks = hermes.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
     assert found(thinks).name == "hermes", "a prompt that begins to think, where a call would begin"
     assert found(hermes.replace("m.content or ''", "m.content | trim")).name == "hermes"
@@ -339,12 +335,12 @@ def test_templates_that_write_no_calls(name):
     f = found(text)
     assert (f.name, f.writes_calls, f.parallel) == ("hermes", False, True)
     got = messages_for(f, as_messages(CALLED))[1]["content"]
-    assert plain(parse_answer(f, check_tools(TOOLS), got)[1]) == [("now", dict(a=1))]
+    assert plain(parse_answer(f, AUTO, got)[1]) == [("now", dict(a=1))]
 
 
 CALLED = [
-    dict(role="user", content="?"),
-    dict(role="assistant", content=None, tool_calls=calls_of(("now", dict(a=1)))),
+    user("?"),
+    assistant(None, tool_calls=calls_of(("now", dict(a=1)))),
 ]
 ARGUMENTS = dict(city='a"}{\\ é\n</x>', days=3, unit="C")
 
@@ -353,23 +349,22 @@ ARGUMENTS = dict(city='a"}{\\ é\n</x>', days=3, unit="C")
 @both
 def test_what_a_template_writes_is_read_again(name, special):
     "A call of a message before, rendered by the template, is text that the parser reads as that call."
-    f, tok, choice = fmt_of(name, special), tokenizer(special), check_tools(TOOLS)
+    f, tok, choice = fmt_of(name, special), tokenizer(special), AUTO
     named = [("weather", ARGUMENTS)] + [("now", {})] * f.parallel
     talk = [CALLED[0], dict(CALLED[1], tool_calls=calls_of(*named))]
     messages = conversation_with(f, None, dict(messages=as_messages(talk)))["messages"]
     ids = encode_chat(tok, messages, chat_template=TEMPLATES[name], add_generation_prompt=False)
     content, calls = parse_answer(f, choice, tok.decode(ids).partition("<|assistant|>")[2])
     assert content is None and plain(calls) == named
-    assert all(re.fullmatch("call_[0-9a-f]{24}", c["id"]) for c in calls)
-    assert len({c["id"] for c in calls}) == len(calls) and {c["type"] for c in calls} == {
-        "function"
-    }
+    assert {c["type"] for c in calls} == {"function"}
+    ids = {c["id"] for c in calls if re.fullmatch("call_[0-9a-f]{24}", c["id"])}
+    assert len(ids) == len(calls)
 
 
 @each_format
 def test_tools_reach_the_prompt(name):
     def prompt(choice):
-        talk = dict(messages=[dict(role="user", content="Hi")])
+        talk = dict(messages=[user("Hi")])
         given = conversation_with(fmt_of(name), check_tools(TOOLS, choice), talk)
         return tokenizer().decode(encode_chat(tokenizer(), **given, chat_template=TEMPLATES[name]))
 
@@ -379,18 +374,18 @@ def test_tools_reach_the_prompt(name):
 def test_ids_and_tools_as_templates_want_them():
     talk = as_messages([*CALLED, dict(role="tool", tool_call_id="call_0", content="5")])
     before = copy.deepcopy(talk)
-    same = messages_for(fmt_of("hermes"), talk)
-    assert same[1]["tool_calls"] == talk[1]["tool_calls"] and same[2] == talk[2]
-    cut = messages_for(fmt_of("mistral"), talk)
-    assert cut[1]["tool_calls"][0]["id"] == cut[2]["tool_call_id"]
-    assert re.fullmatch("[0-9a-z]{9}", cut[2]["tool_call_id"])
+    _, called, answer = messages_for(HERMES, talk)
+    assert called["tool_calls"] == talk[1]["tool_calls"] and answer == talk[2]
+    _, called, answer = cut = messages_for(fmt_of("mistral"), talk)
+    assert called["tool_calls"][0]["id"] == answer["tool_call_id"]
+    assert re.fullmatch("[0-9a-z]{9}", answer["tool_call_id"])
     assert messages_for(fmt_of("mistral"), cut) == cut
-    seek = messages_for(fmt_of("as_text"), talk)
-    assert seek[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    _, called, _ = messages_for(fmt_of("as_text"), talk)
+    assert called["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert talk == before, "what was given stays as it was"
     xml = found(TEMPLATES["hermes"].replace("tools", "xml_tools"))
     given = dict(messages=talk, chat_template_kwargs=dict(a=1))
-    options = conversation_with(xml, check_tools(TOOLS), given)["chat_template_kwargs"]
+    options = conversation_with(xml, AUTO, given)["chat_template_kwargs"]
     assert options["a"] == 1 and options["xml_tools"][0]["function"]["name"] == "weather"
 
 
@@ -463,36 +458,36 @@ def takes(name, choice, text, special=False):
 @both
 def test_what_the_grammar_takes(special):
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-    auto, single = check_tools(TOOLS), check_tools(TOOLS, None, False)
-    must = check_tools(TOOLS, "required")
-    for text in ("", 'plain {"name": 1} text', call, "Well.\n" + call, call + "\n" + call):
-        assert takes("hermes", auto, text, special), text
     wrong = (call.replace("now", "then"), call.replace("{}", '{"a": 1}'))
-    for text in ("<tool_call>", call[:-1], call + " more", call + call, *wrong):
-        assert not takes("hermes", auto, text, special), text
-    assert takes("hermes", single, call, special)
-    assert not takes("hermes", single, call + "\n" + call, special)
-    assert takes("hermes", must, call + "\n" + call, special)
-    assert not takes("hermes", must, "", special)
-    assert not takes("hermes", must, "Well.\n" + call, special)
+    pair, after = f"{call}\n{call}", f"Well.\n{call}"
+    for name, choice, good, bad in (
+        (
+            "hermes",
+            AUTO,
+            ("", 'plain {"name": 1} text', call, after, pair),
+            ("<tool_call>", call[:-1], call + " more", call + call, *wrong),
+        ),
+        ("hermes", check_tools(TOOLS, None, False), (call,), (pair,)),
+        ("hermes", MUST, (pair,), ("", after)),
+        (  # calls at the start only
+            "llama",
+            AUTO,
+            ("", "plain", '{"x": 1}', '{"name": "now", "parameters": {}}'),
+            ('{"name": "5"}', ' {"name": "now"}', *["<|python_tag|>x"] * (not special)),
+        ),
+    ):
+        for text in (*good, *bad):
+            assert takes(name, choice, text, special) == (text in good), text
 
 
 def test_tokens_that_are_no_text():
-    auto = check_tools(TOOLS)
+    auto = AUTO
     call = written(FORMATS["hermes"], ("now", {}))
     assert takes("hermes", auto, "<think>hm</think>" + call, True), "a model may think first"
     spelled, m = [3 + b for b in b"<tool_call>"], matcher("hermes", True, auto)
     assert m.try_consume_tokens(spelled) == len(spelled) - 1, (
         "the trigger is one token, and can not be spelled in others"
     )
-
-
-def test_calls_at_the_start_only():
-    auto = check_tools(TOOLS)
-    for text in ("", "plain", '{"x": 1}', '{"name": "now", "parameters": {}}'):
-        assert takes("llama", auto, text), text
-    for text in ('{"name": "5"}', ' {"name": "now"}', "<|python_tag|>x"):
-        assert not takes("llama", auto, text), text
 
 
 @each_format
@@ -505,28 +500,25 @@ def test_names_that_begin_alike(name, special):
 
 
 def test_what_goes_with_tools():
-    choice, f = check_tools(TOOLS), fmt_of("hermes")
-    p = tool_params(SamplingParams(seed=3, max_tokens=9), f, choice)
+    p = tool_params(SamplingParams(seed=3, max_tokens=9), HERMES, AUTO)
     assert (p.seed, p.max_tokens, p.skip_special_tokens) == (3, 9, False)
-    assert p.structured_outputs.grammar == tool_grammar(f, choice)
-    none, own = check_tools(TOOLS, "none"), dict(json_object=True)
-    held = SamplingParams(structured_outputs=own)
-    assert tool_params(held, None, none) is held and tool_grammar(f, none) is None
+    assert p.structured_outputs.grammar == tool_grammar(HERMES, AUTO)
+    held = SamplingParams(structured_outputs=dict(json_object=True))
+    assert tool_params(held, None, NONE) is held and tool_grammar(HERMES, NONE) is None
     with pytest.raises(BadRequest, match="response_format"):
-        tool_params(held, f, choice)
+        tool_params(held, HERMES, AUTO)
     stops = SamplingParams(stop=["x", "<"])
-    p = tool_params(stops, f, choice)
+    p = tool_params(stops, HERMES, AUTO)
     assert (p.stop, p.stop_until) == (["x", "<"], ["<tool_call>"])
-    must = tool_params(stops, f, check_tools(TOOLS, "required"))
-    assert not must.stop, "such an answer has no content"
-    until = tool_params(stops, fmt_of("llama"), choice).stop_until
+    assert not tool_params(stops, HERMES, MUST).stop, "such an answer has no content"
+    until = tool_params(stops, fmt_of("llama"), AUTO).stop_until
     assert until == [f'{{"name": "{name}", "parameters": ' for name in ("weather", "now")]
 
 
 @pytest.mark.parametrize("name,special", [("hermes", False), ("hermes", True), ("llama", False)])
 def test_a_stop_string_ends_content_and_no_call(name, special):
     "Whatever is cut off by a stop string is content; a call with the same letters in it is whole."
-    f, tok, choice = fmt_of(name, special), tokenizer(special), check_tools(TOOLS)
+    f, tok, choice = fmt_of(name, special), tokenizer(special), AUTO
     p = tool_params(SamplingParams(stop=["a", '"', "<"], max_tokens=None), f, choice)
 
     def text(answer):
@@ -550,7 +542,7 @@ def test_more_than_the_grammar_can_be():
     schema = dict(properties=dict(a=dict(enum=["x" * 2000])))
     many = check_tools([function(f"f{i}", schema) for i in range(100)])
     with pytest.raises(BadRequest, match="give fewer"):
-        tool_params(SamplingParams(), fmt_of("hermes"), many)
+        tool_params(SamplingParams(), HERMES, many)
 
 
 def test_without_the_library(monkeypatch):
@@ -560,7 +552,7 @@ def test_without_the_library(monkeypatch):
     schema = dict(properties=dict(only_here=dict(type="null")))
     choice = check_tools([function("f", schema)], "required")
     fresh = LLM(copy.deepcopy(model()), tiny_tokenizer(), compile=False)
-    params = tool_params(SamplingParams(), fmt_of("hermes"), choice)
+    params = tool_params(SamplingParams(), HERMES, choice)
     outs = fresh.generate(["x", "y"], [params, SamplingParams(max_tokens=2)])
     assert "pip install 'batchlab[structured]'" in outs[0].error and outs[1].error is None
 
@@ -569,21 +561,21 @@ def test_without_the_library(monkeypatch):
 
 
 def whole_of(deltas):
-    "`(content, calls)` that `deltas` add up to, as a client adds them."
-    content, calls = "", []
+    "`(content, calls)` that `deltas` add up to, as a client adds them. A call begins without arguments, and only the last goes on."
+    whole = {}
     for d in deltas:
         assert [*d] in (["content"], ["tool_calls"]) and d.get("content") != ""
-        content += d.get("content", "")
         for c in d.get("tool_calls", ()):
-            if c["index"] == len(calls):
+            if c["index"] == len(whole.get("tool_calls", ())):
                 assert c["function"]["arguments"] == ""
-                calls.append({k: v for k, v in c.items() if k != "index"})
             else:
-                assert [*c] == ["index", "function"] and c["index"] == len(calls) - 1
-                own = calls[-1]["function"]
-                text = own["arguments"] + c["function"]["arguments"]
-                calls[-1] = dict(calls[-1], function=dict(own, arguments=text))
-    return content or (None if calls else ""), calls
+                assert [*c] == ["index", "function"]
+                assert c["index"] == len(whole["tool_calls"]) - 1
+        grow(whole, d)
+    calls = [*whole.get("tool_calls", {}).values()]
+    for c in calls:
+        del c["index"]
+    return whole.get("content") or (None if calls else ""), calls
 
 
 def stream(f, choice, pieces):
@@ -621,7 +613,7 @@ def test_however_it_is_cut(name, data):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(text=st.text(st.sampled_from('<tol_ca>[TOLSARG]{"name: f}\n|x'), max_size=40))
 def test_text_without_a_call_is_content(name, text):
-    f, choice, none = fmt_of(name), check_tools(TOOLS), check_tools(TOOLS, "none")
+    f, choice, none = fmt_of(name), AUTO, NONE
     for fmt, asked in ((f, choice), (None, choice), (f, none), (f, None)):
         assert parse_answer(fmt, asked, text) == (text, [])
 
@@ -630,7 +622,7 @@ def test_text_without_a_call_is_content(name, text):
 def test_as_it_streams(name):
     "Text comes at once, but what may begin a call; arguments come as they are written, before their end."
     f = fmt_of(name)
-    p, (head, middle, tail) = ToolParser(f, check_tools(TOOLS)), f.parts
+    p, (head, middle, tail) = ToolParser(f, AUTO), f.parts
     if f.trigger:
         assert p.feed("Well. ") == [dict(content="Well. ")]
         assert p.feed(f.trigger[:-1]) == []
@@ -658,7 +650,7 @@ def test_little_is_held_back(name):
         called[0] + "n" * 5000,
         head + " " * 5000 + "!",
     ):
-        p, said = ToolParser(f, check_tools(TOOLS)), 0
+        p, said = ToolParser(f, AUTO), 0
         for i, c in enumerate(text, 1):
             said += sum(len(d.get("content", "")) for d in p.feed(c))
             assert i - said <= 300, text[:40]
@@ -666,32 +658,28 @@ def test_little_is_held_back(name):
 
 @each_format
 def test_bad_calls_are_content(name):
-    f, choice = fmt_of(name), check_tools(TOOLS)
+    f = fmt_of(name)
     unknown, good = written(f, ("then", {})), written(f, ("now", {}))
-    assert parse_answer(f, choice, unknown) == (unknown, [])
-    begun = f.first + f.parts[0] + "now"
-    assert parse_answer(f, choice, begun) == (begun, [])
+    for text in (unknown, f.first + f.parts[0] + "now"):
+        assert parse_answer(f, AUTO, text) == (text, [])
     if f.trigger:
-        content, calls = parse_answer(f, choice, unknown + good)
+        content, calls = parse_answer(f, AUTO, unknown + good)
         assert content.startswith(f.trigger) and plain(calls) == [("now", {})]
-        assert parse_answer(f, choice, good + "Bye")[0] == "Bye"
+        assert parse_answer(f, AUTO, good + "Bye")[0] == "Bye"
 
 
 @each_format
 def test_an_answer_that_was_cut_off(name):
     "By max_tokens, in the middle of arguments: what there is of them is given out."
-    f, choice = fmt_of(name), check_tools(TOOLS)
+    f = fmt_of(name)
     text = written(f, ("weather", dict(city="Oslo", days=3))).partition(' "days')[0]
-    content, [call] = parse_answer(f, choice, text)
+    content, [call] = parse_answer(f, AUTO, text)
     assert (content, call["function"]["arguments"]) == (None, '{"city": "Oslo",')
 
 
 def test_ids_are_those_of_the_key():
-    text = written(FORMATS["hermes"], ("now", {}), ("now", {}))
-
-    def ids(key=None):
-        return [c["id"] for c in parse_answer(fmt_of("hermes"), check_tools(TOOLS), text, key)[1]]
-
+    text = written(HERMES, ("now", {}), ("now", {}))
+    ids = lambda key=None: [c["id"] for c in parse_answer(HERMES, AUTO, text, key)[1]]
     assert ids("a") == ids("a") and not {*ids("a")} & {*ids("b")} and len({*ids(), *ids()}) == 4
 
 
@@ -701,9 +689,9 @@ def test_a_strict_call_that_is_not_valid_is_an_error(tmp_path):
     tools = [function("f", dict(properties=dict(a=pair), required=["a"]))]
     must, call = check_tools(tools, "required"), written(FORMATS["hermes"], ("f", dict(a=[1, 1])))
     for choice, text in ((check_tools(tools), call), (must, call.partition("]")[0])):
-        assert parse_answer(fmt_of("hermes"), choice, text)[1]
+        assert parse_answer(HERMES, choice, text)[1]
     with pytest.raises(BadRequest, match=r"call of f is not valid at \$.a \(.*non-unique") as e:
-        parse_answer(fmt_of("hermes"), must, call)
+        parse_answer(HERMES, must, call)
     assert e.value.code == "server_error"
     [r] = run(tmp_path / "a", [ask(0, tools=tools, tool_choice="required")], llm())
     assert r["response"]["status_code"] == 500 and "non-unique" in r["error"]["message"]
@@ -737,7 +725,7 @@ each_opening = pytest.mark.parametrize("opening", ["open", "open_pattern"])
 
 @each_opening
 def test_calls_that_transformers_reads(opening):
-    f, choice = fmt_with(opening), check_tools(TOOLS)
+    f, choice = fmt_with(opening), AUTO
     assert f.name == "response_template" and f.parallel
     assert f.trigger == ("<call>" if opening == "open" else "")
     text = "<think>Hm.</think>Let me look." + 2 * call_as("weather", dict(city="Oslo", days="3"))
@@ -765,21 +753,21 @@ def test_calls_that_transformers_reads(opening):
     ],
 )
 def test_what_transformers_can_not_read_is_content(opening, text):
-    f, choice = fmt_with(opening), check_tools(TOOLS)
-    assert parse_answer(f, choice, text) == (text, []) == whole_of(stream(f, choice, [*text]))
+    f = fmt_with(opening)
+    assert parse_answer(f, AUTO, text) == (text, []) == whole_of(stream(f, AUTO, [*text]))
 
 
 def test_content_streams_up_to_a_literal_beginning():
-    p, call = ToolParser(fmt_with("open"), check_tools(TOOLS)), call_as("now", {})
+    p, call = ToolParser(fmt_with("open"), AUTO), call_as("now", {})
     assert p.feed("Well. <ca") == [dict(content="Well. ")] and p.feed(call[3:]) == []
     assert plain(whole_of(p.close())[1]) == [("now", {})]
 
 
 def test_what_is_only_read_can_not_be_held():
     f = fmt_with("open")
-    p = tool_params(SamplingParams(stop="x"), f, check_tools(TOOLS))
+    p = tool_params(SamplingParams(stop="x"), f, AUTO)
     assert p.structured_outputs is None and not p.skip_special_tokens and p.stop_until == ["<call>"]
-    for choice in (check_tools(TOOLS, "required"), check_tools([function("f", strict=True)])):
+    for choice in (MUST, check_tools([function("f", strict=True)])):
         with pytest.raises(BadRequest, match="held") as e:
             tool_params(SamplingParams(), f, choice)
         assert e.value.param == "tool_choice"
@@ -790,34 +778,39 @@ def test_what_is_only_read_can_not_be_held():
 
 def test_messages_with_calls():
     answer = dict(role="tool", tool_call_id="call_0", content=[dict(type="text", text="5")])
-    got = as_messages([*CALLED, answer])
-    assert got[1]["tool_calls"][0]["function"] == dict(name="now", arguments=dict(a=1))
-    assert got[1]["content"] is None
-    assert got[2] == dict(role="tool", tool_call_id="call_0", content="5", name="now")
+    _, called, answered = as_messages([*CALLED, answer])
+    assert called["tool_calls"][0]["function"] == dict(name="now", arguments=dict(a=1))
+    assert called["content"] is None
+    assert answered == dict(role="tool", tool_call_id="call_0", content="5", name="now")
     kept = CALLED[1]["tool_calls"][0]["function"]["arguments"]
     assert kept == '{"a": 1}', "what was given stays as it was"
-    [m] = as_messages([dict(role="assistant", content="x", tool_calls=None)])
-    assert "tool_calls" not in m
-    [m] = as_messages([dict(role="tool", content="x")])
-    assert m["content"] == "x", "a template of its own may know such messages"
+    said = [assistant("x", tool_calls=None), dict(role="tool", content="x")]
+    assert "tool_calls" not in as_messages(said[:1])[0]
+    assert as_messages(said[1:])[0]["content"] == "x", (
+        "a template of its own may know such messages"
+    )
 
 
-def saying(*calls):
-    return [dict(role="assistant", tool_calls=[*calls])]
+def saying(*calls, role="assistant"):
+    return dict(role=role, content="", tool_calls=[*calls])
+
+
+def answering(**own):
+    return dict(role="tool", content="5") | own
 
 
 @pytest.mark.parametrize(
-    "talk,words",
+    "talk, words",
     [
-        ([*CALLED, dict(role="tool", tool_call_id="call_9", content="5")], "'call_9'"),
-        ([*CALLED, dict(role="tool", content="5")], "tool_call_id None"),
-        ([dict(role="tool", tool_call_id="x", content="5"), *CALLED], "message 0"),
-        ([dict(role="user", content="", tool_calls=calls_of(("f", {})))], "role assistant"),
+        ([*CALLED, answering(tool_call_id="call_9")], "'call_9'"),
+        ([*CALLED, answering()], "tool_call_id None"),
+        ([answering(tool_call_id="x"), *CALLED], "message 0"),
+        ([saying(*calls_of(("f", {})), role="user")], "role assistant"),
         ([dict(role="assistant", tool_calls="x")], "must be a list"),
-        (saying(5), "tool_calls[0] must be"),
-        (saying(dict(id=5, function=dict(name="f"))), "with an id"),
-        (saying(dict(id="a", function=dict(arguments="{}"))), "has a name"),
-        (saying(dict(function=dict(name="f", arguments="[1]"))), "arguments must be"),
+        ([saying(5)], "tool_calls[0] must be"),
+        ([saying(dict(id=5, function=dict(name="f")))], "with an id"),
+        ([saying(dict(id="a", function=dict(arguments="{}")))], "has a name"),
+        ([saying(dict(function=dict(name="f", arguments="[1]")))], "arguments must be"),
     ],
 )
 def test_messages_that_make_no_sense(talk, words):
@@ -842,7 +835,7 @@ def llm(name="hermes", special=False):
 
 
 def ask(i, talk=None, **body):
-    talk = talk or [dict(role="user", content="Weather? " * (1 + i % 3))]
+    talk = talk or [user("Weather? " * (1 + i % 3))]
     body = dict(messages=talk, max_tokens=400, seed=i, temperature=1.0) | body
     return dict(custom_id=f"r{i}", method="POST", url="/v1/chat/completions", body=body)
 
@@ -855,14 +848,8 @@ def run(path, lines, llm):
 
 
 @pytest.mark.parametrize(
-    "name,special",
-    [
-        ("hermes", False),
-        ("hermes", True),
-        ("mistral", True),
-        ("llama", False),
-        ("as_text", True),
-    ],
+    "name, special",
+    [("hermes", False), ("hermes", True), ("mistral", True), ("llama", False), ("as_text", True)],
 )
 def test_a_batch_file_with_tools(tmp_path, name, special):
     "By a model of random weights: whoever must call does, with arguments that fit, and the lines beside it say what they say alone."
@@ -877,32 +864,35 @@ def test_a_batch_file_with_tools(tmp_path, name, special):
         return [r["response"]["body"]["choices"][0] for r in records]
 
     all_of = choices("a", lines)
-    ended = 0
-    for i, choice in enumerate(all_of):
-        message = choice["message"]
-        if i % 2 == 0:
-            assert "tool_calls" not in message and isinstance(message["content"], str)
-        elif choice["finish_reason"] == "tool_calls":
-            [(called, arguments)] = plain(message["tool_calls"])
-            jsonschema.validate(arguments, check_tools(TOOLS).schemas[called])
-            assert message["content"] is None
-            ended += 1
-        else:
-            assert choice["finish_reason"] == "length"
-    assert ended >= 3
+    for choice in all_of[::2]:
+        assert "tool_calls" not in choice["message"]
+        assert isinstance(choice["message"]["content"], str)
+    ended = [c["message"] for c in all_of[1::2] if c["finish_reason"] == "tool_calls"]
+    assert {c["finish_reason"] for c in all_of[1::2]} <= {"tool_calls", "length"}
+    for message in ended:
+        [(called, arguments)] = plain(message["tool_calls"])
+        jsonschema.validate(arguments, AUTO.schemas[called])
+        assert message["content"] is None
+    assert len(ended) >= 3
     assert choices("b", lines[::2]) == all_of[::2]
     assert choices("c", lines) == all_of, "and the ids are the same each time"
 
 
 @each_format
 def test_a_conversation_goes_on_after_a_call(tmp_path, name):
-    answer = dict(role="tool", tool_call_id="call_0", content="5:12")
-    talk = [*CALLED, answer, dict(role="user", content="Thanks.")]
-    none = dict(tools=TOOLS, tool_choice="none")
-    lines = [ask(0, talk, max_tokens=5), ask(1, talk, max_tokens=5, **none)]
-    for r in run(tmp_path / name, lines, llm(name)):
-        assert r["error"] is None
-        assert r["response"]["body"]["choices"][0]["finish_reason"] == "length"
+    answer, short = (
+        dict(role="tool", tool_call_id="call_0", content="5:12"),
+        dict(max_tokens=5, temperature=0),
+    )
+    talk, none = [*CALLED, answer, user("Thanks.")], dict(tools=TOOLS, tool_choice="none")
+    lines = [ask(0, talk, **short), ask(1, talk, **short, **none), ask(2, talk[:1], **short)]
+    records = run(tmp_path / name, lines, llm(name))
+    assert not any(r["error"] for r in records)
+    one, other, plain = [r["response"]["body"] for r in records]
+    assert one["choices"] == other["choices"]
+    assert one["choices"][0]["finish_reason"] == "length"
+    counts = [d["usage"]["prompt_tokens"] for d in (one, other, plain)]
+    assert counts[0] == counts[1] > counts[2]
 
 
 @pytest.mark.parametrize("more", [{}, dict(tools=TOOLS, stop="x"), dict(tools=TOOLS, n=2)])
@@ -917,13 +907,11 @@ def test_a_line_for_tools_that_can_not_run_says_why(tmp_path):
     assert "response_format" in r["error"]["message"]
 
 
-def test_lines_for_a_model_without_tools(tmp_path):
-    bare = LLM(copy.deepcopy(model()), tiny_tokenizer(), compile=False)
-    [r] = run(tmp_path / "b", [ask(0, tools=TOOLS)], bare)
-    assert "not supported" in r["error"]["message"] and r["response"]["status_code"] == 400
-    text = dict(custom_id="t", method="POST", url="/v1/completions")
-    line = json.dumps(text | dict(body=dict(prompt="x", tools=TOOLS))).encode()
-    assert "tools=" in parse_line(1, line).failure[1]
+def test_a_line_of_text_has_no_tools():
+    line = dict(
+        custom_id="t", method="POST", url="/v1/completions", body=dict(prompt="x", tools=TOOLS)
+    )
+    assert "tools=" in parse_line(1, json.dumps(line).encode()).failure[1]
 
 
 def test_a_table_shows_the_calls(tmp_path):
