@@ -62,9 +62,9 @@ _all_ = [
 ]
 
 # %% auto #0
-__all__ = ['log', 'ROLES', 'load_model', 'encode', 'normalize_messages', 'plain_data', 'text_of', 'unicode_error',
-           'messages_error', 'role_error', 'template_text', 'check_template', 'with_template', 'silence_length_warning',
-           'encode_chat', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id', 'DEFAULT_MODEL',
+__all__ = ['log', 'ROLES', 'load_model', 'encode', 'max_model_len', 'eos_token_ids', 'pad_token_id', 'start_token_id',
+           'normalize_messages', 'plain_data', 'text_of', 'unicode_error', 'messages_error', 'role_error',
+           'template_text', 'check_template', 'with_template', 'silence_length_warning', 'encode_chat', 'DEFAULT_MODEL',
            'DEFAULT_EMBEDDING_MODEL', 'TINY_ARCHS', 'tiny_gguf', 'tiny_model', 'tiny_tokenizer', 'resolve_device',
            'resolve_dtype', 'cache_dir', 'cpu_has_fast_bf16', 'BatchlabError', 'ModelError', 'ModelNotFoundError',
            'HubUnreachableError', 'UnsupportedModelError']
@@ -117,6 +117,65 @@ def encode(
 
     Raises `ModelError` without a tokenizer."""
     return ids_of_text(_need_tokenizer(tokenizer), text, add_special_tokens)
+
+# %% ../../nbs/3_models/13_model.ipynb #1a776c2f
+# keys of a config that state the context length, the usual ones first
+_LEN_NAMES = """
+    max_position_embeddings n_positions max_sequence_length max_seq_len n_ctx seq_length
+""".split()
+
+
+def max_model_len(model: PreTrainedModel) -> int | None:
+    """The context length in positions (prompt and answer together), or None if the config states
+    none."""
+    config = model.config.get_text_config()
+    lens = [getattr(config, n, None) for n in _LEN_NAMES]
+    return next((n for n in lens if isinstance(n, int) and n > 0), None)
+
+# %% ../../nbs/3_models/13_model.ipynb #58bdbb2c
+def _special_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str
+) -> list[int]:
+    """The valid ids under attribute `name`, such as 'eos_token_id', of the tokenizer, the
+    generation config and the config, in that order; an id may come twice."""
+    config = model.config.get_text_config()
+    found = [
+        getattr(o, name, None)
+        for o in (tokenizer, getattr(model, "generation_config", None), config)
+    ]
+    flat = [i for v in found for i in (v if isinstance(v, (list, tuple)) else [v])]
+    return [i for i in flat if i is not None and 0 <= i < config.vocab_size]  # some configs say -1
+
+# %% ../../nbs/3_models/13_model.ipynb #e6aa3b78
+def eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> frozenset[int]:
+    """Every id that ends a sequence, `frozenset[int]`: those of the generation config, the
+    config and the tokenizer."""
+    return frozenset(_special_ids(model, tokenizer, "eos_token_id"))
+
+# %% ../../nbs/3_models/13_model.ipynb #5c1e4a1c
+def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+    """The id to pad with: the pad id if there is one, 0 included, else an EOS id, else 0; safe
+    where padding is masked."""
+    ids = _special_ids(model, tokenizer, "pad_token_id") + _special_ids(
+        model, tokenizer, "eos_token_id"
+    )
+    return ids[0] if ids else 0
+
+# %% ../../nbs/3_models/13_model.ipynb #f3be3e04
+def start_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
+    """The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is
+    neither."""
+    ids = _special_ids(model, tokenizer, "bos_token_id") + _special_ids(
+        model, tokenizer, "eos_token_id"
+    )
+    if ids:
+        return ids[0]
+    raise ModelError(
+        "an empty prompt starts from a BOS or EOS token, and this model has neither: "
+        "give at least one token"
+    )
 
 # %% ../../nbs/3_models/13_model.ipynb #b42ccfab
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -434,62 +493,3 @@ def encode_chat(
         raise PromptError(
             unicode_error(*texts) or f"the chat template refuses these messages ({one_line(e)})"
         ) from e
-
-# %% ../../nbs/3_models/13_model.ipynb #1a776c2f
-# keys of a config that state the context length, the usual ones first
-_LEN_NAMES = """
-    max_position_embeddings n_positions max_sequence_length max_seq_len n_ctx seq_length
-""".split()
-
-
-def max_model_len(model: PreTrainedModel) -> int | None:
-    """The context length in positions (prompt and answer together), or None if the config states
-    none."""
-    config = model.config.get_text_config()
-    lens = [getattr(config, n, None) for n in _LEN_NAMES]
-    return next((n for n in lens if isinstance(n, int) and n > 0), None)
-
-# %% ../../nbs/3_models/13_model.ipynb #58bdbb2c
-def _special_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str
-) -> list[int]:
-    """The valid ids under attribute `name`, such as 'eos_token_id', of the tokenizer, the
-    generation config and the config, in that order; an id may come twice."""
-    config = model.config.get_text_config()
-    found = [
-        getattr(o, name, None)
-        for o in (tokenizer, getattr(model, "generation_config", None), config)
-    ]
-    flat = [i for v in found for i in (v if isinstance(v, (list, tuple)) else [v])]
-    return [i for i in flat if i is not None and 0 <= i < config.vocab_size]  # some configs say -1
-
-# %% ../../nbs/3_models/13_model.ipynb #e6aa3b78
-def eos_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
-) -> frozenset[int]:
-    """Every id that ends a sequence, `frozenset[int]`: those of the generation config, the
-    config and the tokenizer."""
-    return frozenset(_special_ids(model, tokenizer, "eos_token_id"))
-
-# %% ../../nbs/3_models/13_model.ipynb #5c1e4a1c
-def pad_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    """The id to pad with: the pad id if there is one, 0 included, else an EOS id, else 0; safe
-    where padding is masked."""
-    ids = _special_ids(model, tokenizer, "pad_token_id") + _special_ids(
-        model, tokenizer, "eos_token_id"
-    )
-    return ids[0] if ids else 0
-
-# %% ../../nbs/3_models/13_model.ipynb #f3be3e04
-def start_token_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> int:
-    """The id that stands for an empty prompt: BOS, else EOS. Raises `ModelError` if there is
-    neither."""
-    ids = _special_ids(model, tokenizer, "bos_token_id") + _special_ids(
-        model, tokenizer, "eos_token_id"
-    )
-    if ids:
-        return ids[0]
-    raise ModelError(
-        "an empty prompt starts from a BOS or EOS token, and this model has neither: "
-        "give at least one token"
-    )
