@@ -47,12 +47,15 @@ class AdapterRules(Protocol):
     def bind(self, backend: Backend, shapes: Sequence[KVShape] | None) -> None:
         """Run on `backend` from now on. `shapes`: of the model's KV, None if it does not run
         packed, for which adapters raise `UnsupportedModelError`."""
+        ...
 
     def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
         "Whether `r` may join those that are `running`."
+        ...
 
     def root_of(self, r: Request) -> bytes:
         "What the KV of `r` depends on besides its tokens."
+        ...
 
     def unload(self) -> None:
         "Give back the memory of all weights: they are read again when asked for."

@@ -36,6 +36,7 @@ __all__ = ['TICK', 'Recorder', 'Live']
 def row_of(row: Row, number: int) -> TraceRow:
     "The `row` of a plan, of the request with that `number` in the trace, as a `TraceRow`."
     r, start, n = row.request, row.start, row.n_tokens
+    assert r.slot is not None, "it is in a plan"
     end, prompt = start + n, len(r.prompt_ids)
     again = max(0, min(r.num_seen, end) - start)
     known = n - len(row.draft_ids)
