@@ -98,7 +98,8 @@ class BatchlabError(Exception):
 
     def __init__(self, message: str = "", *rest: object, **fields: object) -> None:
         super().__init__(message, *rest)
-        self.field, self.fields = str(fields.pop("field", "")), fields
+        self.field = str(fields.pop("field", ""))
+        self.fields = fields
 
     def said(self, spell: Callable[[Option], str] = str) -> str:
         "The message, with each `Option` in it as `spell` writes it."
@@ -171,7 +172,8 @@ class ParamError(BatchlabError, ValueError):
     ) -> None:
         if not message:
             why = why or f"must be {want}, got {written(value, 60)}" + f": {advice}" * bool(advice)
-            message, fields = "{option}{rest}", dict(option=Option(field), rest=joint + why)
+            message = "{option}{rest}"
+            fields = dict(option=Option(field), rest=joint + why)
         elif fields:
             fields |= dict(value=value, want=want, advice=advice, why=why)
         first = next((x.name for x in fields.values() if isinstance(x, Option)), "")

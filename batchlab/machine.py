@@ -135,7 +135,8 @@ def memory_limits(
     for line in lines:
         _, kinds, name = line.split(":", 2)
         if kinds == "":
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
+            top = root
+            names = ("memory.max", "memory.current", "inactive_file")
         elif "memory" in kinds.split(","):
             names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
             top = root / "memory"

@@ -82,7 +82,8 @@ class _Answer:
 
     def leave(self) -> None:
         "Give its place back, once."
-        free, self.free = self.free, None
+        free = self.free
+        self.free = None
         if free:
             free()
 
@@ -193,7 +194,8 @@ class _Order:
         "Its prompt, tokenised and ready for the engine; None if it has ended by now."
         if self.answer.aborted:
             return self.end("cancelled")
-        name, settings = self.answer.request_id, self.settings
+        name = self.answer.request_id
+        settings = self.settings
         if settings.timeout is not None:
             left = settings.timeout - (time.perf_counter() - self.asked)
             if left <= 0:
@@ -301,7 +303,8 @@ class AsyncLLM:
 
     def _queue(self, order: _Order) -> str | None:
         "Give the engine a request, in a queuer's thread; its id, or None if it had ended by then."
-        answer, group = order.answer, order.group()
+        answer = order.answer
+        group = order.group()
         if group is None:
             return None
         answer.group = group
@@ -347,7 +350,8 @@ class AsyncLLM:
         if request_id in self.answers:
             raise EngineError(f"request {request_id!r} is not done yet: give another id")
         [settings] = settings_for(1, sampling_params, priority, timeout, lora_request)
-        answer, mailbox = _Answer(request_id, grow=grow), self._mailbox()
+        answer = _Answer(request_id, grow=grow)
+        mailbox = self._mailbox()
         order = _Order(self.llm, answer, mailbox, prompt, settings=settings, chat=chat)
         self.answers[request_id] = answer
         try:

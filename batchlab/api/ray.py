@@ -284,7 +284,9 @@ def _start(ray: Any, address: str | None, resources: dict) -> None:
 def _undisturbed() -> Iterator[None]:
     """While Ray starts, drop what its core writes to standard error; afterwards a SIGTERM does
     what it did, as with Ray it would exit at once."""
-    err, null, term = os.dup(2), os.open(os.devnull, os.O_WRONLY), signal.getsignal(signal.SIGTERM)
+    err = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    term = signal.getsignal(signal.SIGTERM)
     os.dup2(null, 2)
     try:
         yield
@@ -301,8 +303,10 @@ def ray_session(address: str | None = None, **resources: Any) -> Iterator[Any]:
     """Ray, as long as the context lasts: the cluster at `address` ('auto' finds one that this
     machine is in), or one of its own on this machine with `resources` (`num_cpus`); or the one
     that the process is in. Raises `JobError`."""
-    ray, log = import_ray(address), logging.getLogger("ray.data")
-    mine, level = not ray.is_initialized(), log.level
+    ray = import_ray(address)
+    log = logging.getLogger("ray.data")
+    mine = not ray.is_initialized()
+    level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         if mine:
@@ -354,7 +358,8 @@ def engine_in(folder: str, llm: dict[str, Any]) -> LLM:
 def engine_facts(folder: str, llm: dict[str, Any]) -> SimpleNamespace:
     "The facts that a `Job` reads of `engine_in(folder, llm)`. Raises `BatchlabError`."
     engine = engine_in(folder, llm)
-    known, template = engine.adapters, getattr(engine.tokenizer, "chat_template", None)
+    known = engine.adapters
+    template = getattr(engine.tokenizer, "chat_template", None)
     settings = engine.settings
     return SimpleNamespace(
         limits=engine.limits,
@@ -411,7 +416,9 @@ class LineWorker:
     async def __call__(self, row: dict[str, Any]) -> dict[str, bytes]:
         """The `result` of `lines`, a list of `JobLine`: `([(number, record)], trouble)`. No records:
         they were begun too often; `trouble`: why this worker can run no lines. All are pickled."""
-        lines, records, trouble = pickle.loads(row["lines"]), [], ""
+        lines = pickle.loads(row["lines"])
+        records = []
+        trouble = ""
         may, since = await self.tries.begin.remote(row["row"])
         try:
             if since > self.enough:
@@ -428,7 +435,8 @@ class LineWorker:
 def outline(line: JobLine) -> tuple[list[int], int]:
     """`line` as `good_order` takes it, guessed without a tokenizer:
     `(first bytes of its prompt, tokens in all)`."""
-    text, asked = str(line.prompt or line.messages or line.pooling), line.options.get("max_tokens")
+    text = str(line.prompt or line.messages or line.pooling)
+    asked = line.options.get("max_tokens")
     most = asked if isinstance(asked, int) else 256
     return [*text[:400].encode(errors="replace")], len(text) // 4 + most
 
@@ -474,7 +482,8 @@ class RayRun(Run):
         """Yield the results of `LineWorker`s, as they come, for `portions` of lines: a worker has
         `at_once` of them, and each is begun at most so many `times`."""
         ray, workers = self.llm.ray, self.llm.workers
-        data, rows = ray.data, enumerate(map(pickle.dumps, portions))
+        data = ray.data
+        rows = enumerate(map(pickle.dumps, portions))
         how = dict(
             job=Job("-", **{k: getattr(self.job, k) for k in PASSED}),
             engine=self.llm.engine,
@@ -511,7 +520,8 @@ class RayRun(Run):
             yield
 
     def steps(self) -> Generator[None, None, None]:
-        job, slots = self.job, self.llm.limits.max_num_seqs
+        job = self.job
+        slots = self.llm.limits.max_num_seqs
         size = math.ceil(slots / 32)  # of a portion: small, as it waits for its last line
         lines = in_good_order(self, self.readable, lambda some: [*map(outline, some)])
         portions = iter(lambda: [*itertools.islice(lines, size)], [])

@@ -48,7 +48,8 @@ def options_of(
     if isinstance(sampling_params, dict):
         check_names(sampling_params, SETTINGS)
         return dict(sampling_params)
-    given, defaults = vars(SamplingParams.of(sampling_params)), vars(SamplingParams())
+    given = vars(SamplingParams.of(sampling_params))
+    defaults = vars(SamplingParams())
     return {
         k: v for k, v in given.items() if k in ("temperature", "max_tokens") or v != defaults[k]
     }  # whose defaults are others in a file

@@ -145,7 +145,8 @@ def started(
 ) -> Iterator[PeerProcess]:
     """A `PeerProcess` that runs the script `text` in `python` and has got `settings`, plain
     values. Raises `Unavailable` if it dies."""
-    begin, pipe = time.perf_counter(), subprocess.PIPE
+    begin = time.perf_counter()
+    pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "contender.py"
         script.write_text(text, encoding="utf-8")
@@ -210,7 +211,8 @@ def contender(spec: str) -> Contender:
     if name not in CONTENDERS:
         known = ", ".join(map(repr, CONTENDERS))
         raise ValueError(f"contender {name!r} is unknown: choose {known}")
-    c, options = CONTENDERS[name], {}
+    c = CONTENDERS[name]
+    options = {}
     for k, _, v in (option.partition("=") for option in given.split(",") if option):
         options[k] = v
         with contextlib.suppress(ValueError):
@@ -261,7 +263,8 @@ print(*found, *map(m.version, found))"""
 def find_package(name: str, python: str) -> str:
     """The package of contender `name` in interpreter `python`, as 'vllm 0.32.0', '' if it does
     not say. Raises `Unavailable`."""
-    package, env = CONTENDERS[name].package, os.environ | peer_env(name, python)
+    package = CONTENDERS[name].package
+    env = os.environ | peer_env(name, python)
     command = [python, "-c", _ASK.format(package)]
     try:
         said = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -457,7 +460,8 @@ def speeds_of(r: dict, kind: str = "best") -> dict[str, float]:
 def speed_table(report: dict, kind: str = "best") -> str:
     """Output tokens per second, the `kind` 'best' or 'median' of the rounds; in brackets the
     first contender's (as busy) over them."""
-    rows, firsts = [], {}
+    rows = []
+    firsts = {}
     empty = {name: "" for r in report["results"] for name in r["workloads"]}
     for r in report["results"]:
         own = speeds_of(r, kind)
@@ -472,7 +476,8 @@ def speed_table(report: dict, kind: str = "best") -> str:
 # %% ../../nbs/9_bench/bench.ipynb #937f3855
 def detail_table(report: dict) -> str:
     "Start-up, first token, peak memory and the yardstick, a row a contender."
-    first, rows = report["results"][0]["yardstick_s"], []
+    first = report["results"][0]["yardstick_s"]
+    rows = []
     for r in report["results"]:
         rounds = sorted({len(w["seconds"]) for w in r["workloads"].values()})
         rows.append(
@@ -516,7 +521,8 @@ def own_settings(c: Contender, s: Setup) -> dict[str, Any]:
     """The settings that `c` starts with: its options, and the model in the form that it reads.
     Raises `Unavailable`."""
     own: dict[str, Any] = s.settings | dict(options=dict(c.options))
-    weights, bits = own["options"].pop("weights", None), c.options.get("quantization")
+    weights = own["options"].pop("weights", None)
+    bits = c.options.get("quantization")
     if weights and (weights != "gguf" or c.package != "batchlab"):
         raise Unavailable(f"weights={weights} is no option: there is batchlab:weights=gguf")
     if bits and c.gguf or bits == "int8" and c.package == "vllm":
@@ -535,8 +541,10 @@ def bits_of(gguf: str) -> str:
 
 def measured(spec: str, result: Result, s: Setup) -> None:
     "Start contender `spec` in its interpreter and `measure` it into `result`."
-    c, name = contender(spec), spec.partition(":")[0]
-    python, threads = s.pythons.get(name, sys.executable), s.args.threads
+    c = contender(spec)
+    name = spec.partition(":")[0]
+    python = s.pythons.get(name, sys.executable)
+    threads = s.args.threads
     result.version = find_package(name, python)
     settings = own_settings(c, s)
     if c.gguf or "weights" in c.options:
@@ -614,7 +622,8 @@ def prepare_setup(args: argparse.Namespace, spare: str | Path) -> Setup:
     if args.threads:
         torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
-    size, dtype = model.config.get_text_config().vocab_size, str(model.dtype)[6:]
+    size = model.config.get_text_config().vocab_size
+    dtype = str(model.dtype)[6:]
     vocab = min(100, size // 2), min(40_000, size)
     longest = max(workload(w, 0, vocab, args.scale).longest for w in args.workloads)
     settings = dict(

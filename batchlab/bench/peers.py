@@ -16,7 +16,8 @@ from typing import Any
 def serve(start: Callable[..., dict]) -> None:
     """The contender's end of the pipe: start it as the first line says, then do what each line
     asks for; end with all it started."""
-    replies, status = os.fdopen(os.dup(1), "w"), 1
+    replies = os.fdopen(os.dup(1), "w")
+    status = 1
     os.dup2(2, 1)  # what a library prints goes to the log, not into the protocol
     say = lambda **reply: print(json.dumps(reply), file=replies, flush=True)
     try:
@@ -24,7 +25,8 @@ def serve(start: Callable[..., dict]) -> None:
         say(ready=sorted(actions))
         for line in sys.stdin:
             asked = json.loads(line)
-            action, begin = actions[asked.pop("do")], time.perf_counter()
+            action = actions[asked.pop("do")]
+            begin = time.perf_counter()
             result = action(**asked)
             say(seconds=time.perf_counter() - begin, result=result)
         status = 0
@@ -148,7 +150,8 @@ def start_hf_cb(
 
     def run(prompts, max_tokens, max_num_seqs):
         asked = zip(prompts, max_tokens)
-        ids, done = [manager.add_request(p, max_new_tokens=n) for p, n in asked], {}
+        ids = [manager.add_request(p, max_new_tokens=n) for p, n in asked]
+        done = {}
         while len(done) < len(ids):
             r = manager.get_result(timeout=1)
             if r and r.is_finished():

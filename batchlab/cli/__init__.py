@@ -247,7 +247,8 @@ def load_llm(args: Namespace) -> LLM:
         params = SamplingParams.of(usual | args.settings | {"min_tokens": 0})
         loaded = llm.loaded
         size, longest = loaded.vocab_size, loaded.max_model_len
-        form, mode = grammar_for(loaded, params), llm.settings.logprobs_mode
+        form = grammar_for(loaded, params)
+        mode = llm.settings.logprobs_mode
         SamplingRow.make(
             params, [0], loaded.eos_ids, loaded.tokenizer, 0, size, longest, form, mode
         )
@@ -256,7 +257,8 @@ def load_llm(args: Namespace) -> LLM:
 # %% ../../nbs/7_serve/cli.ipynb #9d30ab3c
 def check_trace_path(args: Namespace) -> None:
     "Raise `JobError` if the file of `--trace` can't be written, or is no trace and there already."
-    name, old = args.trace, b""
+    name = args.trace
+    old = b""
     if name is None:
         return
     others = [getattr(args, k, None) for k in ("input", "output", "error_file", "prompts_file")]
@@ -550,7 +552,8 @@ def page_from_args(args: Namespace, key: str | None) -> list[APIRouter]:
 # %% ../../nbs/7_serve/cli.ipynb #srv43002-2
 def serve(args: Namespace, llm: LLM | None = None) -> int:
     "Run `batchlab serve`. Returns the exit status. Raises `BatchlabError`."
-    key, store = api_key_of(args), None
+    key = api_key_of(args)
+    store = None
     if args.fail_whole and not args.data:
         flag = args.spell(Option("fail_whole"))
         raise JobError(f"{flag} is for batches: say with --data FOLDER where they are kept")
@@ -561,7 +564,8 @@ def serve(args: Namespace, llm: LLM | None = None) -> int:
     resolve_device(args.device)
     if os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") and SPANS not in sys.modules:
         note("for spans start it by opentelemetry-instrument, of batchlab[otel]", "warning")
-    model, local = args.model or DEFAULT_MODEL, args.host in LOOPBACK
+    model = args.model or DEFAULT_MODEL
+    local = args.host in LOOPBACK
     name = args.served_model_name or model_name(model)
     with listen(args.host, args.port) as sock, contextlib.ExitStack() as stack:
         url = url_of(sock)
@@ -606,7 +610,9 @@ def standard_streams() -> Iterator[None]:
             os.fstat(fd)
         except OSError:  # the lowest number that is free, which is this one, is taken
             os.open(os.devnull, os.O_RDWR)
-    err, out, errors = sys.stderr, sys.stdout, getattr(sys.stdout, "errors", None)
+    err = sys.stderr
+    out = sys.stdout
+    errors = getattr(sys.stdout, "errors", None)
     if err is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     lossy = (

@@ -193,7 +193,9 @@ PLACES = "prompts", "texts", "served", "file"  # arguments without a flag
 # %% ../../nbs/7_serve/flags.ipynb #flatx0015
 def add_flag(parser: Any, f: Field, reads: Any, **common: Any) -> None:
     "Add the flag for field `f` to `parser`; `reads`: bool, words to choose from, or a type."
-    flag, text, default = f.name.replace("_", "-"), f.text, None if f.default is ... else f.default
+    flag = f.name.replace("_", "-")
+    text = f.text
+    default = None if f.default is ... else f.default
     how: dict[str, Any] = dict(default=default)
     if reads is bool:
         how["action"] = "store_false" if default else "store_true"  # on if True, or 'auto'
@@ -413,7 +415,8 @@ class FlagParser(OneLineParser):
     "A `OneLineParser` that knows flags of other programs, and writes an `Option` as one of its own."
 
     def meant(self, flag: str) -> str:
-        flags, form = self._option_string_actions, flag.removeprefix("--guided-")
+        flags = self._option_string_actions
+        form = flag.removeprefix("--guided-")
         if flag in ("--json", "--json-schema", "--response-format"):
             form = "json"
         if form in ("json", "regex", "choice", "grammar") and "--structured-outputs" in flags:
@@ -465,7 +468,9 @@ OTHER_WORDS = {  # flags that are one value of a field
 # %% ../../nbs/7_serve/flags.ipynb #8bf7dfc5
 def parser_of(command: str) -> FlagParser:
     "The parser of the flags of a command, which is not `bench`."
-    cls, own, none = COMMANDS[command], "cli/flags.py", argparse.SUPPRESS
+    cls = COMMANDS[command]
+    own = "cli/flags.py"
+    none = argparse.SUPPRESS
     _, about, *notes = [" ".join(s.split()) for s in (cls.__doc__ or "").split("\n\n")]
     p = FlagParser(prog=f"batchlab {command}", description=about, epilog=" ".join(notes) or None)
     for part in cls.__mro__[:-1]:

@@ -26,7 +26,8 @@ def main(
     try:
         args = (arguments or parser()).parse_args(argv)
         with tempfile.TemporaryDirectory() as spare:
-            setup, here = prepare_setup(args, spare), machine(args.threads)
+            setup = prepare_setup(args, spare)
+            here = machine(args.threads)
             print(
                 f"{machine_line(here)}\n{setup.model}; scale {args.scale:g}, rounds "
                 f"{args.rounds}\n",

@@ -220,7 +220,8 @@ class PromptRun(LocalRun):
             yield line
 
     def keep(self, line: JobLine, record: dict[str, Any]) -> None:
-        index, error = self.places.pop(line.number), None
+        index = self.places.pop(line.number)
+        error = None
         if record["error"]:
             error = record["error"]["message"]
             error = error if line.number > 0 else error.removeprefix(f"{line.where}: ")
@@ -231,7 +232,8 @@ class PromptRun(LocalRun):
 
     def flush(self) -> None:
         "Write what is due. Raises `JobError` if the disk is full."
-        job, due = self.job, sum(map(len, self.outbox.pending.values()))
+        job = self.job
+        due = sum(map(len, self.outbox.pending.values()))
         try:
             with job.held():
                 super().flush()

@@ -89,7 +89,8 @@ def cache_indices(table: Sequence[int], start: int, n: int, block_size: int) -> 
         k = min(n, block_size - offset)
         at = table[start // block_size] * block_size + offset
         found += range(at, at + k)
-        start, n = start + k, n - k
+        start = start + k
+        n = n - k
     return found
 
 # %% ../../nbs/2_core/batch.ipynb #1606492c
@@ -132,7 +133,8 @@ def pack_rows(
 # %% ../../nbs/2_core/batch.ipynb #c548a6c7
 def make_batch(plan: "StepPlan", block_size: int = 0, **more: Any) -> Batch:
     "The `Batch` of a plan; `block_size` 0 for a runner that keeps no blocks; `more` fields."
-    at, end = [], 0
+    at = []
+    end = 0
     for row in plan.rows:
         end += row.n_tokens
         at += range(end - row.num_logits, end)

@@ -159,7 +159,8 @@ def append_prompt(task: Generation, logits: Tensor, start: int) -> None:
     assert start <= known, f"positions {known} to {start} of the prompt were left out"
     logits = logits[known - start :][: len(ids)]
     size = len(ids) if logits.is_cuda else max(1, 2**19 // logits.shape[1])  # what a cache holds
-    texts, new = [token_text(row)] * size, []
+    texts = [token_text(row)] * size
+    new = []
     for i, part in enumerate(logits.split(size)):
         some = ids[i * size : (i + 1) * size]
         new += token_logprobs(part, some, row.params.prompt_logprobs, texts)
@@ -191,7 +192,8 @@ class _Due:
         foresee. Whether there are more to come."""
         drafts = self.row.draft_ids
         for i in range(at, at + n):
-            token, place = sampled.token_ids[i], len(self.out.token_ids)
+            token = sampled.token_ids[i]
+            place = len(self.out.token_ids)
             if token is None:
                 if not place:  # else the next step finds the same
                     self.out.error = sampled.errors[i]

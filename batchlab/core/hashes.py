@@ -39,7 +39,8 @@ def chunk_hashes(ids: Sequence[int], chunk_size: int = 16, root: bytes = b"") ->
     that must not share, such as two adapters of one model.
     """
     _at_least_1(chunk_size=chunk_size)
-    hashes, parent = [], root
+    hashes = []
+    parent = root
     for i in range(0, len(ids) - chunk_size + 1, chunk_size):
         hashes.append(parent := content_hash(ids[i : i + chunk_size], parent))
     return hashes

@@ -190,7 +190,8 @@ def word_ids(tokenizer: PreTrainedTokenizerBase, word: str) -> list[tuple[int, .
     each way to spell it that the tokenizer has.
 
     Raises `ParamError` if it has none, as its tokens do not make up the word."""
-    v, core = vocabulary_of(tokenizer), word.lstrip(" ") or word
+    v = vocabulary_of(tokenizer)
+    core = word.lstrip(" ") or word
     wanted = [core] if core.isspace() else [core, " " + core]
     found: dict[tuple[int, ...], None] = {}
     for anchor in ("", "\n", "a", "."):
@@ -209,10 +210,8 @@ def _normalized_ids(
 ) -> list[tuple[int, ...]]:
     """The tuples of `found` that spell what the tokenizer makes of `core`, as one in small letters
     does of 'Paris'. Raises `ParamError`."""
-    v, normalizer = (
-        vocabulary_of(tokenizer),
-        getattr(getattr(tokenizer, "_tokenizer", None), "normalizer", None),
-    )
+    v = vocabulary_of(tokenizer)
+    normalizer = getattr(getattr(tokenizer, "_tokenizer", None), "normalizer", None)
 
     def plain(s: str) -> str:
         return (normalizer.normalize_str(s) if normalizer else s).replace("▁", " ").strip()

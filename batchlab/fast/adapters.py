@@ -65,7 +65,9 @@ def linear_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 # %% ../../nbs/4_fast/32_lora.ipynb #32aa0054
 def rows_by_adapter(batch: Batch) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     "Of each adapter in `batch` its tokens, and which of `logits_at` are its own."
-    tokens, late, of = dict[int, list[int]](), dict[int, list[int]](), [0] * batch.num_tokens
+    tokens = dict[int, list[int]]()
+    late = dict[int, list[int]]()
+    of = [0] * batch.num_tokens
     for adapter, a, b in zip(batch.adapters, batch.cu_seqlens, batch.cu_seqlens[1:]):
         if not adapter:
             continue
@@ -87,7 +89,8 @@ def _units(rows: dict[int, list[int]], at: dict[int, int]) -> tuple[list[int], l
     for adapter, mine in rows.items():
         n = -(-len(mine) // UNIT)
         for i in range(n):
-            a, b = len(mine) * i // n, len(mine) * (i + 1) // n
+            a = len(mine) * i // n
+            b = len(mine) * (i + 1) // n
             units += [at[adapter], len(every) + a, b - a]
         every += mine
     return units, every
@@ -179,7 +182,8 @@ class PackedAdapters:
     def size_of(self, ranks: dict[str, int]) -> int:
         """How many numbers an adapter with parts of these `ranks` takes: panels of 32 outputs
         are filled up."""
-        panels, total = lambda n: -(-n // 32) * 32, 0
+        panels = lambda n: -(-n // 32) * 32
+        total = 0
         for names, sizes in self.layout:
             mine = [(n, size, _even(ranks[n])) for n, size in zip(names, sizes) if n in ranks]
             if mine:
@@ -219,7 +223,8 @@ class PackedAdapters:
 def step_linears(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> set[str]:
     """The names of those linear layers of `shapes` that a step runs for its tokens: not of a
     pooler or a classifier's head, which a text gets when it has ended."""
-    base, names = model.base_model, {id(m): name for name, m in model.named_modules()}
+    base = model.base_model
+    names = {id(m): name for name, m in model.named_modules()}
     inside = "" if base is model else f"{names[id(base)]}."
     mine = {
         n
@@ -237,10 +242,8 @@ def step_linears(model: PreTrainedModel, shapes: dict[str, tuple[int, int]]) -> 
 def fused_layout(model: PreTrainedModel) -> list[tuple[list[str], list[int]]]:
     """Of each product of fused layers, four a layer and then the head, the names of its linear
     layers and how many outputs each has."""
-    names, found = (
-        {id(m): name for name, m in model.named_modules()},
-        list[tuple[list[str], list[int]]](),
-    )
+    names = {id(m): name for name, m in model.named_modules()}
+    found = list[tuple[list[str], list[int]]]()
 
     def size(m: Any) -> int:
         return m.weight.shape[1] if type(m) is Conv1D else m.out_features
@@ -347,7 +350,8 @@ class HookedAdapters:
     def additions(self, batch: Batch) -> dict[str, Callable[[torch.Tensor, torch.Tensor], None]]:
         """Of each linear layer that an adapter of `batch` has a part in: a function
         `(inputs, outputs)` of rows, that adds to the outputs."""
-        rows, found = rows_by_adapter(batch), dict[str, list[tuple[LowRank, int]]]()
+        rows = rows_by_adapter(batch)
+        found = dict[str, list[tuple[LowRank, int]]]()
         at = [{a: ints(x, device=self.model.device) for a, x in of.items()} for of in rows]
         for number, weights in zip(rows[0], self.weights([*rows[0]])):
             for name, part in weights.parts.items():

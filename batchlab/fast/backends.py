@@ -58,7 +58,8 @@ def select_backend(
 
     Raises what a backend raises besides `Unavailable`: with `compile=True` `CompileError`, where
     there are no kernels."""
-    options, whys = options or BackendOptions(), []
+    options = options or BackendOptions()
+    whys = []
     names = ["torch"] if options.compile is False else [*REGISTRY]
     for name in names:
         try:

@@ -42,10 +42,12 @@ def describe_router(router: Any, width: int) -> tuple[Experts, list[torch.Tensor
     right = right and getattr(router, "num_group", 1) == getattr(
         router, "topk_group", 1
     )  # else by groups
-    top, tried = float(getattr(router, "routed_scaling_factor", 1)), []
+    top = float(getattr(router, "routed_scaling_factor", 1))
+    tried = []
     for sigmoid, normed, scale in ((s, n, f) for s in (0, 1) for n in (0, 1) for f in (1.0, top)):
         p = logits.float().sigmoid() if sigmoid else logits.float().softmax(-1)
-        key, chosen = p if bias is None else p + bias, p.gather(1, index)
+        key = p if bias is None else p + bias
+        chosen = p.gather(1, index)
         if normed:
             chosen = chosen / chosen.sum(-1, keepdim=True)
         left = key.scatter(1, index, -torch.inf).amax(-1) - key.gather(1, index).amin(-1)
@@ -80,7 +82,8 @@ def describe_gate(experts: Any) -> tuple[Activation, Callable[[torch.Tensor], to
     def gated(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
 
-    alpha, limit = getattr(experts, "alpha", 1.0), getattr(experts, "limit", torch.inf)
+    alpha = getattr(experts, "alpha", 1.0)
+    limit = getattr(experts, "limit", torch.inf)
 
     def clamped(x: torch.Tensor) -> torch.Tensor:  # gpt-oss
         gate, up = x.clamp(max=limit).chunk(2, -1)
@@ -98,7 +101,8 @@ def describe_gate(experts: Any) -> tuple[Activation, Callable[[torch.Tensor], to
 # %% ../../nbs/4_fast/24_experts.ipynb #00255b90
 def expert_views(experts: Any, name: str) -> list[nn.Linear]:
     "The linear layers of all `experts` that their `name` holds, gates before what they multiply."
-    weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+    weight = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias", None)
     if experts.is_transposed:
         weight = weight.transpose(1, 2)
     rows = (
@@ -152,7 +156,8 @@ class PackedExperts(ExpertProducts):
 
     def describe(self) -> Experts:
         "For the kernels."
-        z, packed = self.about, (self.router, self.gate_up, self.down)
+        z = self.about
+        packed = (self.router, self.gate_up, self.down)
         z.router, z.gate_up, z.down = (module.describe() for module in packed)
         z.act = self.act
         return z
@@ -161,11 +166,13 @@ class PackedExperts(ExpertProducts):
         """`x` `[R, in]` times the weight of expert `e` in `packed`, which is `gate_up` or
         `down`: `[R, out]`."""
         n = sum(packed.sizes) // self.n
-        at, panels = slice(e * n, e * n + n), slice(e * n // 32, (e * n + n) // 32)
+        at = slice(e * n, e * n + n)
+        panels = slice(e * n // 32, (e * n + n) // 32)
         if isinstance(packed, PlainLinear):
             each = len(packed.linears) // self.n
             return torch.cat([l(x) for l in packed.linears[e * each : (e + 1) * each]], -1)
-        bias, x = None if packed.bias is None else packed.bias[at], x.contiguous()
+        bias = None if packed.bias is None else packed.bias[at]
+        x = x.contiguous()
         if isinstance(packed, PackedLinear):
             return packed.kernels.product(x, packed.weight[panels], bias, n)
         weight, starts = packed.weight

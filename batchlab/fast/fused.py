@@ -136,7 +136,8 @@ def embed_encoder(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     family counts them, and types."""
     embeddings: Any = model.base_model.embeddings
     packed, _ = packed_of(batch)
-    given, takes = encoder_inputs(model, packed), inspect.signature(embeddings.forward).parameters
+    given = encoder_inputs(model, packed)
+    takes = inspect.signature(embeddings.forward).parameters
     with attention_override(model):
         return embeddings(
             packed.input_ids, **{name: x for name, x in given.items() if name in takes}
@@ -230,7 +231,8 @@ class FusedWeights:
         linear: MakeLinear = PackedLinear,
         specs: Sequence[AttentionSpec] | None = None,
     ) -> None:
-        family, self.packer = family_of(model), WeightPacker(kernels, own, linear)
+        family = family_of(model)
+        self.packer = WeightPacker(kernels, own, linear)
         packer = self.packer
         self.model, self.kernels, self.specs = model, kernels, attention_specs(model, specs)
         self.rotations, self.kinds = describe_rotations(model)
@@ -269,12 +271,10 @@ class FusedWeights:
 def make_workspace(tokens: int, weights: FusedWeights) -> dict[str, torch.Tensor]:
     """The tensors that the parts of a layer leave for each other, for `tokens` tokens, by the names
     of `Step`."""
-    layers, experts, width, dtype = (
-        weights.layers[:-1],
-        [x for x in weights.experts if x is not None],
-        weights.model.config.hidden_size,
-        weights.model.dtype,
-    )
+    layers = weights.layers[:-1]
+    experts = [x for x in weights.experts if x is not None]
+    width = weights.model.config.hidden_size
+    dtype = weights.model.dtype
     top_k, n = (
         max((getattr(x.about, name) for x in experts), default=0)
         for name in ("top_k", "num_experts")
@@ -334,7 +334,8 @@ def attention_work(batch: Batch, spec: AttentionSpec, block_size: int) -> dict[s
     "The tensors that attention as `spec` says goes through for `batch`, by the names of `Step`."
     if not batch.causal:
         return dict(work_units=whole_rows(batch))
-    groups, heads = prefix_groups(batch, block_size), spec.heads // spec.kv_heads
+    groups = prefix_groups(batch, block_size)
+    heads = spec.heads // spec.kv_heads
     work = AttentionWorklist(batch, groups, block_size, heads, spec.kv_heads)
     return dict(blocks=work.blocks, query_rows=work.query_rows, work_units=work.work_units)
 
@@ -373,7 +374,8 @@ def experts_outside(
     """The first or the second product of all `experts`, from `x` into `y`, for rows sorted by
     expert, as `bounds` and `token_of` in `space` say."""
     packed = experts.gate_up if first else experts.down
-    n, ends = tokens * experts.about.top_k, space["bounds"].tolist()
+    n = tokens * experts.about.top_k
+    ends = space["bounds"].tolist()
     x = x[space["token_of"].flatten()[:n]] if first else _rows(x, n, experts.inner)
     y = _rows(y, n, sum(packed.sizes) // experts.n)
     for e in range(experts.n):
@@ -388,7 +390,8 @@ def product_outside(
     """Compute the product that is part `at`, for so many `rows`: its inputs and outputs, in
     `space`."""
     i, part = divmod(at, PARTS)
-    z, end = weights.layers[i], i == len(weights.modules)
+    z = weights.layers[i]
+    end = i == len(weights.modules)
     normed = z.before.kind if part == 1 else z.mlp_before.kind or z.parallel and z.before.kind
     x = space[_READS.get(part, "normed" if normed else "stream")]
     y = space["logits" if end else _WRITES[part]]
@@ -410,7 +413,8 @@ def make_step(
     seconds: torch.Tensor | None = None,
 ) -> tuple[Step, dict[str, torch.Tensor]]:
     "The `Step` for `batch`, and the tensors that it leads to, by its names."
-    stream, logits_at = weights.embedding(batch), ints(batch.logits_at)
+    stream = weights.embedding(batch)
+    logits_at = ints(batch.logits_at)
     logits = stream.new_empty(len(logits_at), weights.layers[len(weights.modules)].qkv.outputs)
     work = attention_work(batch, weights.specs[0], block_size)
     space = workspace | work | dict(stream=stream, logits=logits, logits_at=logits_at)
@@ -463,7 +467,9 @@ class Fused(FusedWeights):
         if adapted is not None:
             step.adapted = ctypes.addressof(adapted)
         run = partial(self.kernels.run, space["stream"].dtype, self.layers, step)
-        first, last, states = 0, PARTS * end + (1 if batch.hidden else 2), dict[int, torch.Tensor]()
+        first = 0
+        last = PARTS * end + (1 if batch.hidden else 2)
+        states = dict[int, torch.Tensor]()
         # part 0 of a layer ends the one before
         stops = {PARTS * i + 1: i for i in batch.layers if i < end}
         for at in sorted({p for p in self.outside if p < last} | stops.keys()):

@@ -91,7 +91,8 @@ def pack_groups(
     `empty` makes what they are put into; `kernel`: which of the C++ puts them there, in the order
     that a product wants."""
     (N, K), scale = groups.numbers.shape, form.scale
-    n, types = N * K // form.group, (torch.int8, scale, scale)
+    n = N * K // form.group
+    types = (torch.int8, scale, scale)
     kept = [None if t is None else t.contiguous() for t in groups[:3]]
     parts = [
         None if t is None else address(t, d, size) for t, d, size in zip(kept, types, (N * K, n, n))
@@ -136,9 +137,12 @@ def pack_blocks(
     """Weights `[n, K]` in blocks of one format, one below the other, as `pack_groups` packs their
     groups. `kept`: has the panels, perhaps, and is told of them; `kernel`: which of the C++ makes
     them."""
-    rows, K, (kind, form) = _block_rows(weights), weights[0].shape[1], BLOCKS[weights[0].form]
+    rows = _block_rows(weights)
+    K = weights[0].shape[1]
+    (kind, form) = BLOCKS[weights[0].form]
     shape = -(-len(rows) // 32), K // form.group, form.nbytes
-    found, changed = kept and kept.take(shape), torch.zeros(1, dtype=torch.int64)
+    found = kept and kept.take(shape)
+    changed = torch.zeros(1, dtype=torch.int64)
     panels = empty(shape, dtype=torch.uint8) if found is None else found
     at = rows.data_ptr(), panels.data_ptr(), None if found is None else changed.data_ptr()
     kernels.calls[kernel, dtype](*at, len(rows), K, kind)
@@ -149,7 +153,8 @@ def pack_blocks(
 
 def dequantize_blocks(kernels: Kernels, weight: Any, at: slice | torch.Tensor) -> torch.Tensor:
     "The rows `at` of a `weight` `[N, K]` in blocks, as numbers of its dtype."
-    rows, (kind, _) = _block_rows([weight], at), BLOCKS[weight.form]
+    rows = _block_rows([weight], at)
+    (kind, _) = BLOCKS[weight.form]
     out = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
     lie = rows.data_ptr(), out.data_ptr()
     kernels.calls["dequantize_blocks", weight.dtype](*lie, *out.shape, kind)
@@ -215,7 +220,8 @@ def grouped_product(
     """`x` `[M, K]` times a weight `[n, K]` of `panels`, which the caller keeps alive, plus `bias`
     `[n]` or None: `[M, n]`. `kernel`: which of the C++ multiplies."""
     (M, K), d, out = x.shape, x.dtype, x.new_empty(len(x), n)
-    at, added = address(x, d, M * K), None if bias is None else address(bias, d, n)
+    at = address(x, d, M * K)
+    added = None if bias is None else address(bias, d, n)
     if len(panels) != -(-n // 32):
         raise TypeError(f"{n} outputs have {-(-n // 32)} panels, and this table has {len(panels)}")
     table = ctypes.addressof(panels)
@@ -272,7 +278,8 @@ class GroupedLinear(nn.Module):
         kept: KeptPanels | None = None,
     ) -> None:
         super().__init__()
-        self.sizes, self.kernels = [l.out_features for l in linears], kernels
+        self.sizes = [l.out_features for l in linears]
+        self.kernels = kernels
         self.n, self.in_features = sum(self.sizes), linears[0].in_features
         self.weights = [self._pack(part, empty, kept) for part in _parts_of(linears)]
         self.panels = panel_table(self.weights)
@@ -284,7 +291,8 @@ class GroupedLinear(nn.Module):
         self, weights: list[Any], empty: Callable[..., torch.Tensor], kept: KeptPanels | None
     ) -> tuple[torch.Tensor, int]:
         "The panels of `weights`, and the index of their form."
-        names, (of_groups, of_blocks) = {getattr(w, "form", None) for w in weights}, self.packers
+        names = {getattr(w, "form", None) for w in weights}
+        (of_groups, of_blocks) = self.packers
         dtype = weights[0].dtype
         if len(names) == 1 and names <= BLOCKS.keys():
             _, form = BLOCKS[names.pop()]
@@ -335,7 +343,8 @@ def groups_right(kernels: Kernels) -> Iterator[bool]:
         K = -(-160 // form.group) * form.group
         # a product with a scale is exact in fp32, as with those of files
         scales, offsets = torch.randn(2, 70, K // form.group, generator=gen).half().to(form.scale)
-        numbers, added = whole(70, K).to(torch.int8), offsets if form.offsets else None
+        numbers = whole(70, K).to(torch.int8)
+        added = offsets if form.offsets else None
         groups = Groups(numbers, scales, added, form.bits)
         for dtype in DTYPES:
             packed = pack_groups(groups, form, kernels, dtype)

@@ -62,7 +62,8 @@ class Int8Linear(nn.Module):
         empty: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
         super().__init__()
-        self.sizes, self.kernels = [l.out_features for l in linears], kernels
+        self.sizes = [l.out_features for l in linears]
+        self.kernels = kernels
         K = self.in_features = linears[0].in_features
         self.out_features, self.block = sum(self.sizes), block_of(K)
         if not fits_int8(K):
@@ -73,7 +74,8 @@ class Int8Linear(nn.Module):
         self.weight, scales = _in_bytes(
             [plain_weight(l.weight) for l in linears], kernels, self.block, empty
         )
-        bias, self.scales = join_biases(*linears), scales / self.block
+        bias = join_biases(*linears)
+        self.scales = scales / self.block
         self.bias = None if bias is None else bias.float()
         self.nbytes = self.out_features * (K + (4 if self.bias is None else 8))
 

@@ -96,7 +96,8 @@ class TiledCache(KVCache):
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        block, at = slot_mapping // self.block_size, slot_mapping % self.block_size
+        block = slot_mapping // self.block_size
+        at = slot_mapping % self.block_size
         self.keys[layer][block, :, at // COLUMNS, :, at % COLUMNS] = key.unflatten(2, (-1, self.e))
         self.values[layer][block, :, at // self.e, :, at % self.e] = value
 
@@ -106,7 +107,8 @@ class TiledCache(KVCache):
         "As `KVCache.read`; always copies."
         at = torch.as_tensor(blocks, dtype=torch.int64)
         k, v = self.keys[layer][at], self.values[layer][at]
-        k, v = k.permute(0, 2, 4, 1, 3, 5).flatten(4), v.permute(0, 2, 4, 1, 3)
+        k = k.permute(0, 2, 4, 1, 3, 5).flatten(4)
+        v = v.permute(0, 2, 4, 1, 3)
         return k.flatten(0, 2), v.flatten(0, 2)
 
 # %% ../../nbs/4_fast/21_attention.ipynb #aed6da4c
@@ -164,7 +166,8 @@ def _fill(
     pieces: Sequence[tuple[int, int, int, int]], most: int
 ) -> list[list[tuple[int, int, int, int]]]:
     "`pieces` of rows, in order, in lists of up to `most` tokens, or of one piece that has more."
-    lists, room = [], 0
+    lists = []
+    room = 0
     for piece in pieces:
         if piece[1] > room:
             lists.append([])
@@ -279,7 +282,8 @@ def _products_right(kernels: Kernels) -> Iterator[bool]:
         )
         want = F.linear(x.float(), w.float(), b.float()).to(dtype)
         yield torch.equal(kernels.product(x, pack_weight(w), b, 70), want)
-        x, packed = torch.randn(29, 48, generator=gen).to(dtype), pack_weight(w * 0.1)
+        x = torch.randn(29, 48, generator=gen).to(dtype)
+        packed = pack_weight(w * 0.1)
         every = kernels.product(x, packed, b, 70)
         for cut in (slice(1), slice(3, 10), slice(5, None)):
             yield torch.equal(kernels.product(x[cut], packed, b, 70), every[cut])
@@ -341,15 +345,18 @@ def _attention_right(kernels: Kernels) -> Iterator[bool]:
     work = AttentionWorklist(batch, prefix_groups(batch, COLUMNS), COLUMNS, 3, 2, threads=1)
     one = pack_rows([([0], 65)], [[3, 4]], COLUMNS)  # the last of the last row's tokens
     alone = AttentionWorklist(one, prefix_groups(one, COLUMNS), COLUMNS, 3, 2, threads=1)
-    every, gen = torch.arange(7 * COLUMNS), torch.Generator().manual_seed(0)
+    every = torch.arange(7 * COLUMNS)
+    gen = torch.Generator().manual_seed(0)
     q, k, v, sinks = (
         torch.randn(s, generator=gen)
         for s in ((whole.num_tokens, 6, 48), (len(every), 2, 48), (len(every), 2, 48), (6,))
     )
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        cache, a = TiledCache([(2, 48, 48)], 7, dtype=dtype), q.to(dtype)
+        cache = TiledCache([(2, 48, 48)], 7, dtype=dtype)
+        a = q.to(dtype)
         cache.write(0, k.to(dtype), v.to(dtype), every)
-        x, (key, value) = a[: batch.num_tokens], (t[: len(a)].to(dtype) for t in (k, v))
+        x = a[: batch.num_tokens]
+        (key, value) = (t[: len(a)].to(dtype) for t in (k, v))
         # window, soft cap, sinks
         for asked in (
             AttentionParams(0.15),
@@ -424,7 +431,8 @@ class KernelStep(PackedStep):
     def ends(self) -> torch.Tensor:
         """The cache indices behind each row's last token, int64: torch reads whole blocks, and
         multiplies what it masks."""
-        b, size = self.batch, self.cache.block_size
+        b = self.batch
+        size = self.cache.block_size
         return ints(
             p
             for t, n in zip(b.block_table, b.seq_lens)
@@ -433,7 +441,8 @@ class KernelStep(PackedStep):
 
     def fits(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         "Whether the kernels can attend with `q` `[T, H, D]`, `k` and `v` in this layer."
-        cache, shape = self.cache, (k.shape[1], k.shape[2], v.shape[2])
+        cache = self.cache
+        shape = (k.shape[1], k.shape[2], v.shape[2])
         return (
             (isinstance(cache, TiledCache) and q.dtype == cache.dtype or not self.batch.causal)
             and q.dtype == k.dtype == v.dtype
@@ -460,7 +469,9 @@ class KernelStep(PackedStep):
         if not self.batch.causal:
             z = layout_whole(q, k.shape[1], v.shape[2], params)
             return self.kernels.attend_whole(z, q, k, v, self.whole)
-        cache, K, V = self.cache, self.cache.keys[layer], self.cache.values[layer]
+        cache = self.cache
+        K = self.cache.keys[layer]
+        V = self.cache.values[layer]
         alike = cache.shapes[layer], q.shape[1:], q.stride(), *params[:3], params.sinks is None
         z = self.layouts.get(alike)
         if z is None or params.sinks is not None:

@@ -186,7 +186,8 @@ def linears_of(layer: Any) -> list[list[Any]]:
 def family_of(model: PreTrainedModel) -> Family:
     """The family by which `model` is built. Raises `Unavailable` where the kernels can't run it:
     its family is not known, its code is not transformers' own, or its config asks for more."""
-    config, base = model.config, base_of(model)
+    config = model.config
+    base = base_of(model)
 
     def refuse(why: str) -> None:
         raise Unavailable(f"{type(model).__name__} runs by its own code: {why}")
@@ -313,7 +314,8 @@ def activation_of(mlp: Any, gated: bool) -> Activation:
         return Activation(found, gated)
     if hasattr(act, "alpha_p"):  # xIELU (Huang and Schlag 2024)
         b = float(act.beta)
-        p, n = float(F.softplus(act.alpha_p)), b + float(F.softplus(act.alpha_n))
+        p = float(F.softplus(act.alpha_p))
+        n = b + float(F.softplus(act.alpha_n))
         if same(
             lambda x: (
                 b * x + torch.where(x > 0, p * x * x, n * (torch.expm1(x.clamp(max=-1e-6)) - x))
@@ -335,7 +337,8 @@ class Rotations:
     def __init__(self, module: Any, kinds: Sequence[str | None], like: torch.Tensor) -> None:
         self.module, self.like = module, like
         self.kinds = sorted({*kinds}, key=str)
-        self.tables, self.length = {}, 0
+        self.tables = {}
+        self.length = 0
         types = getattr(module, "rope_type", "default")
         self.by_step = bool(
             {"dynamic", "longrope"} & {*(types.values() if isinstance(types, dict) else [types])}
@@ -373,7 +376,8 @@ class Rotations:
 def describe_rotations(model: PreTrainedModel) -> tuple[Rotations | None, Sequence[str | None]]:
     """The rotations of `model`, None where positions are learned, and for each layer the key of its
     tables."""
-    module, n = getattr(base_of(model), "rotary_emb", None), len(layers_of(model))
+    module = getattr(base_of(model), "rotary_emb", None)
+    n = len(layers_of(model))
     if module is None:
         return None, [None] * n
     kinds = (

@@ -105,7 +105,8 @@ class PackedNorm(nn.Module):
 
 def norm_rows(kernels: Kernels, about: Norm, x: torch.Tensor) -> torch.Tensor:
     "`x` `[…, E]`, normed as `about` says."
-    E, y = x.shape[-1], torch.empty_like(x)
+    E = x.shape[-1]
+    y = torch.empty_like(x)
     kernels.calls["norm", x.dtype](
         ctypes.addressof(about),
         address(x, x.dtype, x.numel()),
@@ -264,7 +265,8 @@ def module_like(
 ) -> Any:
     """The module that takes the place of `module`, called `name`, which is called with `args`; None
     if nothing does."""
-    kind, x = module_kind(module), args[0]
+    kind = module_kind(module)
+    x = args[0]
     if x.dtype not in NEAR or make is None and kind != "norm":
         return None
     try:
@@ -325,7 +327,8 @@ class Modules:
         self, module: nn.Module, new: nn.Module, where: list[tuple[nn.Module, str]]
     ) -> None:
         "Put `new` in the place of `module` for good, and of an embedding of the same weight."
-        embed, weight = self.model.get_input_embeddings(), getattr(module, "weight", None)
+        embed = self.model.get_input_embeddings()
+        weight = getattr(module, "weight", None)
         tied = type(embed) is nn.Embedding and embed.weight is weight
         put_module(where, new)
         if tied and isinstance(new, PackedLinear):

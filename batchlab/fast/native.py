@@ -314,7 +314,8 @@ class Kernels:
 
         The byte `top + 1` is 0, the largest magnitude of a row becomes `top`. The scale of a row
         that isn't finite is NaN."""
-        bytes, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
+        bytes = torch.empty(x.shape, dtype=torch.uint8)
+        scales = torch.empty(len(x))
         self.calls["quantize", x.dtype](
             address(x, x.dtype, x.numel()),
             bytes.data_ptr(),
@@ -334,7 +335,8 @@ class Kernels:
         Panels and starts as by `pack_bytes`, `scales` fp32, of each output. `empty` makes what
         the panels are put into."""
         rows, d, N, K = row_addresses(weights)
-        panels, scales = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8), torch.empty(N)
+        panels = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8)
+        scales = torch.empty(N)
         starts = torch.empty(32 * len(panels), dtype=torch.int32)
         lie = (t.data_ptr() for t in (rows, panels, starts, scales))
         self.calls["pack_bytes", d](*lie, N, K, block, 127)
@@ -376,8 +378,10 @@ class Kernels:
 
         `scales`: fp32 `[N]`, of each output's weights; `bias`: fp32 `[N]`, or None."""
         (T, K), N, (panels, starts) = x.shape, len(scales), weight
-        out, filled = x.new_empty(T, N), -(-N // 32) * 32
-        rows, outputs = address(x, x.dtype, T * K), _output_addresses(N, scales, bias)
+        out = x.new_empty(T, N)
+        filled = -(-N // 32) * 32
+        rows = address(x, x.dtype, T * K)
+        outputs = _output_addresses(N, scales, bias)
         packed = address(panels, torch.int8, filled * K), address(starts, torch.int32, filled)
         self.calls["bytes_product", x.dtype](
             rows, *packed, *outputs, out.data_ptr(), T, N, K, block
@@ -402,9 +406,11 @@ class Kernels:
     ) -> torch.Tensor:
         """As `attend`, for whole rows that see both ways, with keys and values
         `[T, kv_heads, dim]` of no cache. `units`: `whole_rows`."""
-        n, out = len(units), q.new_empty(len(q), z.heads, z.dim_v)
+        n = len(units)
+        out = q.new_empty(len(q), z.heads, z.dim_v)
         qkv = (address(t, q.dtype) for t in (q, k, v))
-        strides, work = (*k.stride()[:2], *v.stride()[:2]), address(units, torch.int64, 4 * n)
+        strides = (*k.stride()[:2], *v.stride()[:2])
+        work = address(units, torch.int64, 4 * n)
         self.calls["attend_whole", q.dtype](
             ctypes.addressof(z), *qkv, *strides, out.data_ptr(), work, n
         )
@@ -422,7 +428,8 @@ class Kernels:
         "Keys and values `[T, kv_heads, dim]` into their places, int64 `[T]`."
         new = [address(t, k.dtype) for t in (k, v)]
         kept = [address(t, k.dtype) for t in (K, V)]
-        strides, to = (*k.stride()[:2], *v.stride()[:2]), address(slot_mapping, torch.int64, len(k))
+        strides = (*k.stride()[:2], *v.stride()[:2])
+        to = address(slot_mapping, torch.int64, len(k))
         self.calls["write", k.dtype](ctypes.addressof(z), *new, *strides, *kept, to, len(k))
 
     def run(
@@ -451,7 +458,8 @@ def pack_weight(
     e = 2 in bf16, 1 in fp32. In plain torch: `Kernels.pack_weight` is faster, and for weights
     whose rows have no gaps. Weight by weight where they fill whole panels, so that nothing of
     them is there three times. `empty` makes what they are put into."""
-    e, last = 4 // weights[0].element_size(), weights[-1]
+    e = 4 // weights[0].element_size()
+    last = weights[-1]
     if any(len(w) % 32 for w in weights[:-1]):
         weights, last = (), torch.cat(weights)
     whole = len(last) // 32 * 32  # only what is left of the last is filled up
@@ -496,7 +504,8 @@ class HugePages:
         n = math.prod(shape) * dtype.itemsize
         if n > len(self.left):
             self.left = self._pages(max(n, self.chunk))
-        mine, self.left = self.left[:n], self.left[-(-n // 64) * 64 :]
+        mine = self.left[:n]
+        self.left = self.left[-(-n // 64) * 64 :]
         return mine.view(dtype).view(tuple(shape))
 
     def _pages(self, n: int) -> torch.Tensor:
@@ -517,7 +526,8 @@ class HugePages:
 def _cpu_seconds() -> tuple[float, float]:
     """Seconds of processor time so far: of the whole machine, all cores together, and of this
     process."""
-    t, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    t = psutil.cpu_times()
+    own = psutil.Process().cpu_times()
     return sum(
         getattr(t, n, 0.0) for n in ("user", "nice", "system", "irq", "softirq", "steal")
     ), own.user + own.system

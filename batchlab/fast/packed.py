@@ -71,7 +71,8 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         weights = [plain_weight(l.weight) for l in linears]
-        self.sizes, self.kernels = [l.out_features for l in linears], kernels
+        self.sizes = [l.out_features for l in linears]
+        self.kernels = kernels
         self.n, self.in_features = sum(self.sizes), linears[0].in_features
         pack = kernels.pack_weight if all(w.stride(-1) == 1 for w in weights) else pack_weight
         self.weight, self.bias = pack(*weights, empty=empty), join_biases(*linears)
@@ -165,7 +166,8 @@ def mapped_files() -> list[tuple[int, int]]:
 
 def release_mapped_pages(tensor: torch.Tensor, files: Sequence[tuple[int, int]]) -> int:
     "Give the pages of `tensor` back that lie in `files`, `mapped_files`. The number of bytes."
-    page, first = os.sysconf("SC_PAGESIZE"), tensor.data_ptr()
+    page = os.sysconf("SC_PAGESIZE")
+    first = tensor.data_ptr()
     end = (first + tensor.nbytes) // page * page
     start = -(-first // page) * page
     if end <= start or not any(a <= start and end <= b for a, b in files):

@@ -41,7 +41,8 @@ def place_of(file: Path, layout: str = "") -> Path | None:
         return None
     try:
         with open(file, "rb") as f:
-            size, head = os.fstat(f.fileno()).st_size, f.read(2**16)
+            size = os.fstat(f.fileno()).st_size
+            head = f.read(2**16)
             f.seek(max(0, size - 2**16))
             about = b"".join([head, f.read(), str(size).encode(), layout.encode(), SOURCE.encode()])
         return cache_dir() / "panels" / f"{hashlib.sha256(about).hexdigest()[:16]}.bin"
@@ -72,7 +73,8 @@ class KeptPanels:
     `changed`: how many were not there, or others. Raises `ModelError`."""
 
     def __init__(self, file: Path, layout: str = "") -> None:
-        self.path, self.changed = place_of(file, layout), 0
+        self.path = place_of(file, layout)
+        self.changed = 0
         self.left, self.panels = self._mapped(), list[torch.Tensor]()
 
     def _mapped(self) -> torch.Tensor:
@@ -90,7 +92,8 @@ class KeptPanels:
         if n > len(self.left):
             self.left = self.left[:0]
             return None
-        mine, self.left = self.left[:n], self.left[-(-n // 64) * 64 :]
+        mine = self.left[:n]
+        self.left = self.left[-(-n // 64) * 64 :]
         return mine.view(tuple(shape))
 
     def note(self, panels: torch.Tensor, changed: int) -> None:

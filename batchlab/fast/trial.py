@@ -146,7 +146,8 @@ class StateProbe(Probe):
 @torch.inference_mode()
 def sees_back_only(model: PreTrainedModel) -> bool:
     "Whether the hidden state of a first token stays when those behind it become others: tried."
-    row, run = probe_rows(model)[0], model.base_model
+    row = probe_rows(model)[0]
+    run = model.base_model
     one, other = (
         run(input_ids=torch.tensor([ids], device=model.device)).last_hidden_state[0, 0].float()
         for ids in (row, row[:1] + row[:0:-1])
@@ -218,7 +219,8 @@ def _record(
     model: PreTrainedModel, ids: list[int], causal: bool = True, hidden: bool = False
 ) -> list[AttentionSpec]:
     "The attention that each layer asks for, from one row alone. Raises `Unavailable`."
-    seen, n = LayerCalls(causal), model.config.get_text_config().num_hidden_layers
+    seen = LayerCalls(causal)
+    n = model.config.get_text_config().num_hidden_layers
     packed_forward(
         model, seen, replace(pack([ids], [0], model.device), causal=causal), hidden=hidden
     )
@@ -291,12 +293,11 @@ def check_backend(model: PreTrainedModel, backend: Backend, probe: Probe | None 
     In three steps: together, a chunk, and decode. `probe`: of `probe_rows`,
     whose answers may be known; None makes one. With a `StateProbe` it is hidden states; where
     rows see both ways, of all positions in one step."""
-    probe, size = probe or Probe(model, probe_rows(model)), backend.block_size
+    probe = probe or Probe(model, probe_rows(model))
+    size = backend.block_size
     each = -(-16 // size)
-    cache, tables = (
-        backend.make_cache(3 * each),
-        [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)],
-    )
+    cache = backend.make_cache(3 * each)
+    tables = [list(range(i * each, (i + 1) * each)) for i in (1, 0, 2)]
     how: dict[str, Any] = dict(causal=probe.causal, hidden=probe.hidden)
     with attention_override(model), why_not():
         for step in _trial_steps(probe.causal):

@@ -34,9 +34,11 @@ def quantize_groups(*weights: torch.Tensor, kernels: Kernels, bits: int = 4) -> 
     groups of 32: to 4 bits with offsets, or to 8 `bits` without. Scales are fp16, or fp32 where
     that would lose too much. Raises `Unavailable` for weights that aren't finite."""
     rows, d, N, K = row_addresses(weights)
-    numbers, scales = torch.empty(N, K, dtype=torch.int8), torch.zeros(2, N, K // 32)
+    numbers = torch.empty(N, K, dtype=torch.int8)
+    scales = torch.zeros(2, N, K // 32)
     if bits == 8:
-        x, parts = torch.cat(weights).view(N, -1, 32), numbers.view(N, -1, 32)
+        x = torch.cat(weights).view(N, -1, 32)
+        parts = numbers.view(N, -1, 32)
         for some, to, scale in zip(x.split(1024), parts.split(1024), scales[0].split(1024)):
             scale.copy_(some.abs().amax(-1) / 127)
             to.copy_((some.float() / scale.clamp(min=1e-30)[..., None]).round())
@@ -72,7 +74,8 @@ class W4A8Linear(GroupedLinear):
     each layer; `nbytes`: of panels. Raises `Unavailable`."""
 
     kind, kernel, bits, near = 5, "quads_product", 4, 0.2
-    packers, by_dtype = ("pack_quads", "pack_quad_blocks"), False
+    packers = ("pack_quads", "pack_quad_blocks")
+    by_dtype = False
     experts: MakeLinear = Int8Linear  # what is made of those
     head: MakeLinear
 

@@ -23,14 +23,16 @@ __all__ = ['PACKED']
 # %% ../../nbs/6_jobs/advice.ipynb #adv00005
 def _about_slots(loaded: LoadedModel, requests: int, longest: int | None) -> Iterator[Message]:
     "Whether fewer run at once than could."
-    limits, usual = loaded.limits, 64 if loaded.device.type == "cpu" else 256
+    limits = loaded.limits
+    usual = 64 if loaded.device.type == "cpu" else 256
     if loaded.settings.strategy != "continuous":
         yield Message(
             "{strategy} is there to compare with, and slower: leave it out",
             strategy=Option("strategy", loaded.settings.strategy),
         )
     fit = limits.kv_tokens // longest if limits.kv_tokens and longest else usual
-    could, now = min(requests, usual, fit), limits.max_num_seqs
+    could = min(requests, usual, fit)
+    now = limits.max_num_seqs
     if now < could:
         slots = "1 slot" if now == 1 else f"{now} slots"
         yield Message(
@@ -52,7 +54,9 @@ def _about_slots(loaded: LoadedModel, requests: int, longest: int | None) -> Ite
 
 def _about_arithmetic(loaded: LoadedModel) -> Iterator[Message]:
     "Whether the model runs slower than it could, token for token the same or nearly so."
-    on_cpu, backend, settings = loaded.device.type == "cpu", loaded.backend, loaded.settings
+    on_cpu = loaded.device.type == "cpu"
+    backend = loaded.backend
+    settings = loaded.settings
     if on_cpu and settings.compile is False:
         yield Message("compiled kernels are off: leave out {off}", off=Option("compile", False))
     elif (

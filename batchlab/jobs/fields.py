@@ -220,13 +220,15 @@ class JobFields:
     def names(self) -> AnswerNames:
         "The names of the columns of the answers; the same for all of the job."
         if self.names_found is None:
-            given, columns = self.output_column, self.input_columns()
+            given = self.output_column
+            columns = self.input_columns()
             self.names_found = AnswerNames(columns, given, self.spell, self.answer_column)
         return self.names_found
 
     def settings(self) -> dict[str, Any]:
         "The settings that must stay the same from run to run, the model apart."
-        names, made = self.names, self.postprocess is not None or None
+        names = self.names
+        made = self.postprocess is not None or None
         same = "prompt_column chat system sampling_params error_file prompt_template"
         found = {k: getattr(self, k) for k in same.split()} | dict(form=self.line_form)
         if isinstance(self.postprocess, Mapping):
@@ -309,7 +311,8 @@ def columns_of(job: JobFields) -> Columns | None:
 # %% ../../nbs/6_jobs/fields.ipynb #e3d2332c
 def check_fits(job: JobFields) -> None:
     "Raise `JobError` if the answers to lines of this form can't be had as `job` wants them."
-    batch, given = job.form == "batch", Option("output_column", job.output_column)
+    batch = job.form == "batch"
+    given = Option("output_column", job.output_column)
     if given.value is not None and job.output and batch and not job.to_table:
         raise JobError(
             "{given} is for plain lines and tables: answers to lines of the Batch API have no "

@@ -121,7 +121,8 @@ def read_raw(
 
     `kind`: 'csv' and so on, else the name says it; `text_form`: how its text is written, else it
     is found out. Raises `JobError`, after all that stands before what can't be read."""
-    number, kind = 0, kind or file_kind(name)
+    number = 0
+    kind = kind or file_kind(name)
     try:
         if kind in TABLES:
             table = TableFile(name, kind, text_form)

@@ -173,7 +173,8 @@ class LocalRun(Run):
 # %% ../../nbs/6_jobs/41_jobs.ipynb #5a87dac4-1
 def lock(path: str | Path, stack: ExitStack) -> None:
     "Hold the lock beside `path` until `stack` closes. Raises `JobError` if another process has it."
-    folder, file = side_of(path), side_of(path) / "lock"
+    folder = side_of(path)
+    file = side_of(path) / "lock"
     if not folder.absolute().parent.is_dir():
         raise JobError(f"can't write {path} (no such folder)")
     stack.callback(suppress_os, folder.rmdir)
@@ -217,7 +218,9 @@ def survey(
 
     `whole`: `rows` are all there are. Raises `JobError` if a line has changed since it was
     answered, or is gone, unless `force`."""
-    r, trouble, book.last = JobResult(0), None, 0
+    r = JobResult(0)
+    trouble = None
+    book.last = 0
     try:
         for number, raw in rows:
             r.total += 1
@@ -434,7 +437,9 @@ class Job(JobFields):
             if journal_of(path) == str(path):
                 open(path, "ab").close()
         journal = journal_of(self.output)
-        there, some, written = Path(self.output).exists(), has_records(journal), os.path.getmtime
+        there = Path(self.output).exists()
+        some = has_records(journal)
+        written = os.path.getmtime
         if self.grows or there and not some:
             return
         if there and written(self.output) > written(journal):

@@ -212,7 +212,9 @@ class Ledgerbook:
     more. `retry`: take out failures up to line `last`."""
 
     def __init__(self) -> None:
-        self.db, self.size, self.failed = sqlite3.connect("", isolation_level=None), 0, 0
+        self.db = sqlite3.connect("", isolation_level=None)
+        self.size = 0
+        self.failed = 0
         self.finished = self.retry = False
         self.last = sys.maxsize
         self.db.executescript(LEDGER_SQL)
@@ -231,7 +233,9 @@ class Ledgerbook:
         "Let the lines that failed have no answer."
         self.db.execute("delete from ids where number in (select number from lines where failed)")
         self.db.execute("delete from lines where failed")
-        self.size, self.failed, self.retry = self.size - self.failed, 0, True
+        self.size = self.size - self.failed
+        self.failed = 0
+        self.retry = True
 
     def find(self, number: int) -> tuple[str, int] | None:
         "`(digest, failed)` of line `number` when it was answered, or None."
@@ -420,7 +424,10 @@ def recover(
 
     `retry`: less the failures, which a run takes out of the files. Raises `JobError` if the
     files are not this job's."""
-    book, side, journal, unsorted = Ledgerbook(), settings_file(output), journal_of(output), False
+    book = Ledgerbook()
+    side = settings_file(output)
+    journal = journal_of(output)
+    unsorted = False
     if output == "-":
         return book, unsorted
     there = has_records(journal, error_file)

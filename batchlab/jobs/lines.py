@@ -438,7 +438,8 @@ def parse_line(
         if embed and line.kind == "plain":
             if line.messages:
                 raise BadRequest("messages are for chats: give a text to embed", param="messages")
-            line.pooling, line.options = replace(embed, texts=[line.prompt]), {}
+            line.pooling = replace(embed, texts=[line.prompt])
+            line.options = {}
     except BadRequest as e:
         line.failure = e.code, str(e)
     except RecursionError:

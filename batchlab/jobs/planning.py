@@ -116,7 +116,8 @@ class JobPlan:
         if m := self.memory:
             from batchlab.llm.outputs import memory_lines
 
-            mb, l = (lambda n: f"{n / 1e6:,.1f} MB"), self.limits
+            mb = lambda n: f"{n / 1e6:,.1f} MB"
+            l = self.limits
             lines += [
                 f"memory: weights {mb(m.weights_bytes)}, KV at most {mb(m.kv_bytes)} of "
                 f"{mb(m.kv_limit_bytes)}, in {counted_words(m.slots, 'slot')}",
@@ -172,7 +173,8 @@ def noted(p: JobPlan, job: JobFields, names: ModelNames | None) -> Iterator[JobL
 
 def plan_without_model(job: JobFields) -> JobPlan:
     "A `JobPlan` of which lines of `job` can't be read."
-    p, params = JobPlan(), ParamsCache(job.sampling_params)
+    p = JobPlan()
+    params = ParamsCache(job.sampling_params)
     names = ModelNames([job.model_name], any_model=job.any_model) if job.model_name else None
     for line in noted(p, job, names):
         if not line.failure and not line.pooling:
@@ -196,7 +198,8 @@ def speed(
     """Prompt tokens a second until each of `prompts` (ids) has its first token, and output
     tokens a second while each gets `more` of them. `pooling`: the `PoolingParams` of each, if
     they are only read; then the first rate is until the last is done, the second 0."""
-    begun, busy = set[str](), True
+    begun = set[str]()
+    busy = True
     got: list[StreamEvent] = []
     from batchlab.llm.inputs import read_prompts
 
@@ -209,7 +212,8 @@ def speed(
     while busy:
         got.clear()
         busy = llm.loop.step()
-        now, fresh = time.perf_counter(), {e.request_id for e in got} - begun
+        now = time.perf_counter()
+        fresh = {e.request_id for e in got} - begun
         begun |= fresh
         if fresh:
             read, written = now, 0
@@ -281,8 +285,11 @@ def plan_with_model(
     from batchlab.llm.inputs import read_prompts
     from batchlab.tasks.plan import make_plan
 
-    p, sample = JobPlan(limits=llm.loaded.limits), PromptSample(llm.loaded.limits.max_num_seqs)
-    params, seen, alike = ParamsCache(job.sampling_params), set[Any](), 0
+    p = JobPlan(limits=llm.loaded.limits)
+    sample = PromptSample(llm.loaded.limits.max_num_seqs)
+    params = ParamsCache(job.sampling_params)
+    seen = set[Any]()
+    alike = 0
     names = ModelNames.of(llm, job.model_name, job.any_model)
     for i, line in enumerate(noted(p, job, names)):
         if i % job.look_ahead == 0:
@@ -304,7 +311,8 @@ def plan_with_model(
     settings = llm.loaded.settings
     if settings.enable_prefix_caching and settings.strategy == "continuous":
         p.shared_tokens = alike
-    longest, params_each = [ids for *_, ids, _ in sample.longest], [x for *_, x in sample.longest]
+    longest = [ids for *_, ids, _ in sample.longest]
+    params_each = [x for *_, x in sample.longest]
     groups = llm.admit(read_prompts(longest, False, params_each))
     p.memory = make_plan(llm.loop.engines, llm.adapters, groups, memory_bytes)
     if calibrate:

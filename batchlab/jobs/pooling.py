@@ -95,7 +95,8 @@ class PoolingRequest:
         from batchlab.tasks.lora import put_adapter
         from batchlab.tasks.pooling import admit_pooling, encode_texts
 
-        group, loaded = TextsGroup(request_id, index, on_event), llm.loaded
+        group = TextsGroup(request_id, index, on_event)
+        loaded = llm.loaded
         group.deadline = None if timeout is None else group.start + timeout
         self.labels = getattr(loaded.model.config, "id2label", None) or {}
         rank = self.priority if priority is None else priority
@@ -368,7 +369,8 @@ def pooling_body(asked: PoolingRequest, out: TextsOutput, name: str, model: str)
     """The body of the answer to `asked`, that `out` is. `name`: what makes its id one of a kind;
     `model`: what to call it. Raises `BadRequest`."""
     out.check_finite()
-    head, usage = dict(id=f"{_IDS[asked.kind]}-{name}"), out.usage
+    head = dict(id=f"{_IDS[asked.kind]}-{name}")
+    usage = out.usage
     if asked.kind == "rerank":
         return head | dict(model=model, usage=usage, results=_ranked(asked, _scores(asked, out)))
     if asked.kind == "score":

@@ -145,7 +145,9 @@ class Progress:
         every: float = 30,
     ) -> None:
         show = sys.stderr.isatty() if use_tqdm is None else use_tqdm
-        self.result, self.say, self.every = result, say, 0.2 if show else every
+        self.result = result
+        self.say = say
+        self.every = 0.2 if show else every
         self.bar = tqdm(
             total=result.total,
             initial=result.done,
@@ -158,7 +160,8 @@ class Progress:
 
     def update(self) -> None:
         "Show the result as it is now, if it is time for that."
-        now, r = time.perf_counter(), self.result
+        now = time.perf_counter()
+        r = self.result
         r.seconds = now - self.start
         if now - self.last < self.every:
             return

@@ -191,7 +191,8 @@ def call_item(given: dict[str, Any], at: str) -> dict[str, Any]:
 
 def output_item(given: dict[str, Any], at: str) -> dict[str, Any]:
     out = read(FunctionOutput, given, at)
-    texts, text = texts_of(out.output, f"{at}.output"), out.output
+    texts = texts_of(out.output, f"{at}.output")
+    text = out.output
     if not isinstance(text, str):
         text = [dict(type="input_text", text=t) for t in texts]
     return dict(type="function_call_output", call_id=out.call_id, output=text)
@@ -218,7 +219,8 @@ def read_items(given: Any) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         want = "a string or a list of at least one item"
         raise ParamError(field="input", value=given, want=want)
-    items, ids = [], set[str]()
+    items = []
+    ids = set[str]()
     for i, item in enumerate(given):
         at = f"input[{i}]"
         if not isinstance(item, dict):
@@ -241,10 +243,12 @@ def messages_of(
     items: Iterable[dict[str, Any]], instructions: str | None = None
 ) -> list[dict[str, Any]]:
     "Messages for the chat endpoint, of `items` in the form of `read_items` or of an answer."
-    system, out = [] if instructions is None else [instructions], list[dict[str, Any]]()
+    system = [] if instructions is None else [instructions]
+    out = list[dict[str, Any]]()
     for item in items:
         if item["type"] == "message":
-            role, text = item["role"], "\n".join(part["text"] for part in item["content"])
+            role = item["role"]
+            text = "\n".join(part["text"] for part in item["content"])
             if role in ("system", "developer") and not out:
                 system.append(text)
             else:
@@ -534,7 +538,8 @@ class ResponseParts(Items):
 
     def since(self, c: CompletionOutput) -> bytes:
         "What is new in answer `c`."
-        begun, self.now = b"" if self.number else self.begin(), c
+        begun = b"" if self.number else self.begin()
+        self.now = c
         return begun + self.take(*self.deltas.since(c))
 
     def finish(self, reason: str | None, usage: dict[str, Any]) -> bytes:
@@ -572,15 +577,19 @@ class ResponseParts(Items):
 
     # What happens to an item
     def opened(self, call: dict[str, Any] | None) -> None:
-        output, part = self.response["output"], None
-        own, prefix = dict[str, Any](type="message", content=[], role="assistant"), "msg"
+        output = self.response["output"]
+        part = None
+        own = dict[str, Any](type="message", content=[], role="assistant")
+        prefix = "msg"
         if call:
-            f, prefix = call["function"], "fc"
+            f = call["function"]
+            prefix = "fc"
             own = dict(type="function_call", call_id=call["id"], name=f["name"], arguments="")
         elif self.kind == "text":
             part = dict[str, Any](type="output_text", text="", annotations=[], logprobs=[])
         else:
-            own, prefix = dict(type="reasoning", content=[], summary=[]), "rs"
+            own = dict(type="reasoning", content=[], summary=[])
+            prefix = "rs"
             part = dict(type="reasoning_text", text="")
         id = f"{prefix}_{self.name}_{len(output)}"
         output.append(dict(id=id, status="in_progress") | own)
@@ -592,7 +601,8 @@ class ResponseParts(Items):
     def grown(self, text: str) -> None:
         if self.kind == "call":
             return self._about("function_call_arguments.delta", delta=text)
-        part, own = self.response["output"][-1]["content"][0], {}
+        part = self.response["output"][-1]["content"][0]
+        own = {}
         if self.kind == "text":
             own = dict(logprobs=self._scores())
             part["logprobs"] += own["logprobs"]
@@ -619,7 +629,8 @@ class ResponseParts(Items):
         "The log probabilities that no event has yet, but for those of a thought."
         if not (c := self.now) or not (p := self.params):
             return []
-        new, self.scored = max(self.scored, c.num_reasoning_tokens), len(c.token_ids)
+        new = max(self.scored, c.num_reasoning_tokens)
+        self.scored = len(c.token_ids)
         return (chat_logprobs(behind(c, new), p.logprobs, p.logprob_token_ids) or {}).get(
             "content", []
         )
@@ -641,7 +652,8 @@ def response_of(
     tool_format: ToolFormat | None = None,
 ) -> dict[str, Any]:
     "`head`, as `response_head` gives it, with the answer `out`, which may call `tools`."
-    parts, [c] = ResponseParts(head, out.params, tools, tool_format), out.outputs
+    parts = ResponseParts(head, out.params, tools, tool_format)
+    [c] = out.outputs
     parts.since(c)
     parts.end(c.finish_reason, usage_of(out))
     return parts.response

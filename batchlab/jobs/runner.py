@@ -76,18 +76,21 @@ def admit_line(
     from batchlab.llm.outputs import RequestGroup
 
     adapter = line.adapter or adapter_named(llm.adapters, line.model)
-    template, tokenizer = line.chat_options.get("chat_template"), llm.loaded.tokenizer
+    template = line.chat_options.get("chat_template")
+    tokenizer = llm.loaded.tokenizer
     try:
         if line.pooling:
             line.pooling.adapter = adapter
             group = line.pooling.as_group(llm, line.key, on_event, line.number)
         else:
-            group, chat = RequestGroup(line.key, line.number, on_event), line.messages is not None
+            group = RequestGroup(line.key, line.number, on_event)
+            chat = line.messages is not None
             if line.response and line.messages:
                 roles = params.of_template(roles_of, tokenizer, template)
                 line.messages = fit_roles(line.messages, roles)
             talk = dict(messages=line.messages, **line.chat_options)
-            prompt, own = talk if chat else line.prompt, params.of(line)
+            prompt = talk if chat else line.prompt
+            own = params.of(line)
             if line.tools or any("tool_calls" in m for m in line.messages or ()):
                 line.tool_format = params.of_template(format_of, tokenizer, template)
                 prompt = conversation_with(line.tool_format, line.tools, talk)

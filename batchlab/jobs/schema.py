@@ -227,7 +227,8 @@ def parse_body(
 ) -> tuple[str | list[int] | list[dict[str, Any]], dict[str, Any]]:
     """`(messages, sampling options)` of the body of a 'chat' request, `(prompt, …)` of a 'text'
     one. Raises `BadRequest`."""
-    rest, chat = dict(body), kind == "chat"
+    rest = dict(body)
+    chat = kind == "chat"
     given = rest.pop("messages" if chat else "prompt", None)
     options = sampling_options(rest, chat)
     return (as_messages if chat else one_prompt)(given), options
@@ -339,7 +340,8 @@ def chat_logprobs(
         return sorted(ranks, key=ranks.__getitem__)[:k]
 
     def one(step: dict[int, Logprob], names: dict[int, str], i: int) -> dict[str, Any]:
-        name, data = names[i], step[i].token_bytes
+        name = names[i]
+        data = step[i].token_bytes
         own = name.encode("utf-8", "replace") if data is None else data
         return dict(token=name, logprob=_number(step[i].logprob), bytes=[*own])
 
@@ -358,7 +360,9 @@ def text_logprobs(c: CompletionOutput, start: int = 0, first: str = "") -> dict[
     token with no log probability, as the first of a prompt is."""
     if c.logprobs is None:
         return None
-    tokens, logprobs, tops = [], list[Any](), list[Any]()
+    tokens = []
+    logprobs = list[Any]()
+    tops = list[Any]()
     for i, step in zip(c.token_ids, c.logprobs):
         names = token_names(step) if step else {}
         tokens.append(names.get(i, first))
@@ -377,7 +381,8 @@ def counted(read: int, made: int) -> dict[str, Any]:
 
 def usage_of(*outs: RequestOutput) -> dict[str, Any]:
     "Tokens of one `RequestOutput` or more in and out, as the API counts them."
-    p, c = sum(len(o.prompt_token_ids or ()) for o in outs), sum(o.num_tokens for o in outs)
+    p = sum(len(o.prompt_token_ids or ()) for o in outs)
+    c = sum(o.num_tokens for o in outs)
     usage = counted(p, c)
     usage["prompt_tokens_details"] = dict(cached_tokens=sum(o.num_cached_tokens for o in outs))
     thinking = [x for o in outs for x in o.outputs if x.reasoning is not None]
@@ -490,7 +495,8 @@ MESSAGE = 1000  # characters of a message, which may list what was sent
 
 def error_body(message: str, code: str, param: str | None = None) -> tuple[int, dict[str, Any]]:
     "`(status, body)` that an endpoint answers a request with which failed for the reason `code`."
-    status, kind = STATUS.get(code, 400), "invalid_request_error"
+    status = STATUS.get(code, 400)
+    kind = "invalid_request_error"
     if status >= 500 or code == "timeout":
         kind = "server_error"
     elif status == 429:
@@ -585,10 +591,12 @@ def parse_online(body: dict[str, Any], kind: str) -> ApiRequest:
     """The `ApiRequest` of the body of a 'chat' or 'text' request to a server. Raises
     `BadRequest`, which names the key at fault if it is one."""
     with as_bad_request(body):
-        chat, rest = kind == "chat", dict(body)
+        chat = kind == "chat"
+        rest = dict(body)
         check_sizes(rest)
         given: Any = take(ChatBody if chat else TextBody, rest)
-        parts, of_prompt = given.stream_options or StreamOptions(), given.prompt_logprobs
+        parts = given.stream_options or StreamOptions()
+        of_prompt = given.prompt_logprobs
         echo = not chat and given.echo
         if parts.model_fields_set and not given.stream:
             raise ParamError("stream_options needs stream to be true", field="stream_options")
@@ -681,7 +689,8 @@ class Deltas:
 
     def since(self, c: CompletionOutput) -> list[dict[str, Any]]:
         "What is new in `c`: a thought, then text and calls as they were written."
-        text, thought = c.text[self.chars :], (c.reasoning or "")[self.thought :]
+        text = c.text[self.chars :]
+        thought = (c.reasoning or "")[self.thought :]
         self.chars, self.thought = len(c.text), len(c.reasoning or "")
         deltas = [dict[str, Any](content=text)] if text else []
         if self.parser:
@@ -713,7 +722,8 @@ class ChoiceParts:
     def _logprobs(self, c: CompletionOutput, first: str) -> dict[str, Any] | None:
         if c.logprobs is None:
             return None
-        new, self.tokens = behind(c, self.tokens), len(c.token_ids)
+        new = behind(c, self.tokens)
+        self.tokens = len(c.token_ids)
         if self.chat:
             return chat_logprobs(new, self.top, self.ids)
         found = text_logprobs(new, self.offset, first)
@@ -837,7 +847,8 @@ class Items:
                 if "id" in call:
                     self.open("call", call)
                 self._grow("call", call["function"].get("arguments"))
-        new, self.new = self.new, b""
+        new = self.new
+        self.new = b""
         return new
 
     def open(self, kind: str, call: dict[str, Any] | None = None) -> None:

@@ -77,7 +77,8 @@ def read(model: type[B], given: Any, at: str = "") -> B:
         return model.model_validate(given)
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
-    kind, path = first["type"], [at] * bool(at) + [str(k) for k in first["loc"]]
+    kind = first["type"]
+    path = [at] * bool(at) + [str(k) for k in first["loc"]]
     if kind == "extra_forbidden":
         near = near_name(path[-1], tuple(model.model_fields))
         hint = f", did you mean {near!r}?" if near else ": leave it out"

@@ -212,7 +212,8 @@ def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:
     can't be read. Raises `csv.Error` if lines beside its own are lost with it."""
     csv.field_size_limit(LONGEST_LINE)
     errors = "surrogateescape" if form.encoding == "utf-8-sig" else "strict"
-    text, ended = io.TextIOWrapper(f, form.encoding, errors, newline=""), False
+    text = io.TextIOWrapper(f, form.encoding, errors, newline="")
+    ended = False
 
     def lines() -> Iterator[str]:
         nonlocal ended
@@ -223,7 +224,8 @@ def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:
     reader = csv.reader(lines(), delimiter=form.delimiter or ",", quoting=quoting, strict=True)
     number = 0
     while True:
-        first, what = reader.line_num + 1, f"row {number}" if number else "the header"
+        first = reader.line_num + 1
+        what = f"row {number}" if number else "the header"
         try:
             row = next(reader, None)
             if row is None:
@@ -231,7 +233,8 @@ def csv_rows(f: IO[bytes], form: TextForm) -> Iterator[list[str] | csv.Error]:
         except UnicodeDecodeError as e:
             raise csv.Error(f"{what} is no {form.encoding}: {e.reason}") from e
         except csv.Error as e:
-            row, last = e, reader.line_num
+            row = e
+            last = reader.line_num
             if ended:
                 why = "is never closed: is the file cut off, or a quote too many?"
                 raise csv.Error(f"a quote in {what}, line {first}, {why}") from e
@@ -315,7 +318,8 @@ class TableFile:
     ) -> Iterator[tuple[int, dict[str, Any], str]]:
         """Yield `(number, cells by column, why it can't be read)` for each row, from 1; of Parquet
         with all or some `columns`. Raises `csv.Error`, `JobError`."""
-        width, number = len(self.names), itertools.count(1)
+        width = len(self.names)
+        number = itertools.count(1)
         if self.schema:
             some = [n for n in self.names if columns is None or n in columns]
             for batch in self.batches(some):
@@ -332,7 +336,8 @@ class TableFile:
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e016
 def no_column(name: str, names: Collection[str], where: str | Path, what: str) -> JobError:
     "The error that there is no column `name` for `what` among `names`, the nearest of them first."
-    near, known = near_name(name, tuple(names)), ", ".join(map(repr, names))[:300]
+    near = near_name(name, tuple(names))
+    known = ", ".join(map(repr, names))[:300]
     guess = f", did you mean {near!r}?" if near else ""
     return JobError(
         f"{where} has no column {name!r}{guess}: choose the {what} among "
@@ -533,7 +538,8 @@ class AnswerNames:
         spell: Callable[[Option], str] = str,
         answer: str = "text",
     ) -> None:
-        self.columns, taken = {*columns}, {*columns, *OWN_COLUMNS}
+        self.columns = {*columns}
+        taken = {*columns, *OWN_COLUMNS}
         self.shown: dict[str, str] = {}  # of those that are called otherwise
         if output_column is not None:
             if output_column in self.columns | OWN_COLUMNS - POOLED_COLUMNS - {answer}:
@@ -682,7 +688,8 @@ class Columns:
 
     def _check(self) -> None:
         "Find the prompt, and refuse what is missing or contradictory."
-        names, plain = self.names, self.prompt_template is None
+        names = self.names
+        plain = self.prompt_template is None
         if not plain and self.prompt_column != "prompt":
             raise JobError(
                 f"a prompt template and a prompt column, {self.prompt_column!r}: give one of them"
@@ -776,7 +783,9 @@ def _text_of(message: dict[str, Any]) -> Any:
 
 def _choice_of_response(body: dict[str, Any]) -> dict[str, Any]:
     "A response as the choice of a chat, with its counts of tokens beside the message."
-    texts, calls, scores = dict(message="", reasoning=""), list[dict[str, Any]](), list[Any]()
+    texts = dict(message="", reasoning="")
+    calls = list[dict[str, Any]]()
+    scores = list[Any]()
     for item in body["output"]:
         if item["type"] == "function_call":
             function = {k: item[k] for k in ("name", "arguments")}
@@ -809,7 +818,8 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     vectors = "embedding" in body or bool(lists)
     entries = next(filter(None, (body.get("choices"), body.get("outputs"), *lists)), [body])
     if body.get("object") == "response":
-        entries, usage = [_choice_of_response(body)], {}
+        entries = [_choice_of_response(body)]
+        usage = {}
     ids = {k: d.get(k) for k in IDS if k in d or k in ("id", "custom_id")}
     for e in entries:
         counts = dict(usage) if len(entries) == 1 else dict(usage, completion_tokens=None)
@@ -884,7 +894,8 @@ class AnswerTable:
         self.inputs: list[str] = source.names if source else []
         self.names = names or AnswerNames(self.inputs)
         self.text = {*self.inputs} if source and not source.schema else set[str]()
-        called, kinds = self.names.of, dict[str, set[str]]()
+        called = self.names.of
+        kinds = dict[str, set[str]]()
         for _, d in records():
             for row in self.answers(d):
                 for k, v in row.items():
@@ -952,7 +963,8 @@ class AnswerTable:
     # On the disk
     def write_csv(self, path: str | Path, name: str | Path) -> None:
         "Write it to file `path`, compressed and with tabs or commas as `name` says."
-        opened, mark = opener_of(name), "\t" if file_kind(name) == "tsv" else ","
+        opened = opener_of(name)
+        mark = "\t" if file_kind(name) == "tsv" else ","
         end = self.source.form.end if self.source else "\n"
         with opened(path, "wt", encoding="utf-8", errors="surrogateescape", newline="") as f:
             ended: Any = SimpleNamespace(write=lambda row: f.write(row.removesuffix("\r\n") + end))
@@ -966,7 +978,8 @@ class AnswerTable:
         nevertheless."""
         import pyarrow as pa
 
-        names, metadata = unique_names([*map(readable, self.types)]), {}
+        names = unique_names([*map(readable, self.types)])
+        metadata = {}
         lists = {"list": pa.list_(pa.float32()), "": pa.string()}
         fields = [pa.field(n, lists.get(t, t)) for n, t in zip(names, self.types.values())]
         if self.source and self.source.schema:
@@ -986,7 +999,9 @@ class AnswerTable:
         "Write it to Parquet file `path`. Columns of a source in Parquet stay as they are."
         import pyarrow as pa
 
-        schema, source, width = self.arrow_schema(), self.source, 0
+        schema = self.arrow_schema()
+        source = self.source
+        width = 0
         pairs = ((None, row) for row in self.rows())
         if source and source.schema:
             width = len(source.names)

@@ -106,7 +106,8 @@ def _refusal(e: ValidationError) -> BadRequest:
     first = e.errors(include_url=False)[0]
     keys = (f"[{k}]" if isinstance(k, int) else f".{k}" for k in first["loc"])
     where = re.sub(r"^tool_choice\.\w+", "tool_choice", "".join(keys)[1:])  # its type is no key
-    what, got = first["msg"].partition(" or instance")[0], json.dumps(first["input"], default=str)
+    what = first["msg"].partition(" or instance")[0]
+    got = json.dumps(first["input"], default=str)
     return _bad(where, f"is wrong: {' '.join(what.split()):.200}, got {got:.60}")
 
 # %% ../../nbs/6_jobs/48_tools.ipynb #too00020-1
@@ -182,16 +183,20 @@ def _checked(request: str) -> ToolChoice | None:
         case _Mode(type=mode):
             may = names if mode != "none" else []
         case _Named(function=f):
-            mode, may = "required", [f.name]
+            mode = "required"
+            may = [f.name]
         case _AllowedTools(allowed_tools=some):
-            mode, may = some.mode, [t.function.name for t in some.tools]
+            mode = some.mode
+            may = [t.function.name for t in some.tools]
     if not names and mode == "required":
         raise _bad("tool_choice", "needs tools, and the request lists none: leave it out")
     if unknown := [name for name in may if name not in names]:
         raise _bad("tool_choice", f"names function {unknown[0]!r:.70}, which is not among tools")
     if twice := [name for name in names if names.count(name) > 1]:
         raise _bad("tools", f"have two functions of the name {twice[0]!r}: rename one")
-    tools, schemas, strict = [], {}, mode == "required"
+    tools = []
+    schemas = {}
+    strict = mode == "required"
     for i, name in enumerate(names):
         tools.append(_complete(given["tools"][i]["function"]))
         if name in may:
@@ -405,7 +410,8 @@ def tool_grammar(fmt: ToolFormat, choice: ToolChoice) -> str | None:
     rules = "".join(f"a{i}: {_json(choice.schemas[name])}\n" for i, name in enumerate(names))
     end = _lark(tail, fmt)
     more = f"({_lark(fmt.between + head, fmt)} body {end})*" * (choice.parallel and fmt.parallel)
-    calls, start = f"body {end} {more} {_lark(fmt.last, fmt)}", fmt.first + head
+    calls = f"body {end} {more} {_lark(fmt.last, fmt)}"
+    start = fmt.first + head
     prefix = f"({_lark(fmt.prefix, fmt)})? " if fmt.prefix else ""
     forced = f"{prefix}{_lark(start, fmt)} {calls}\n"
     if choice.mode == "auto":
@@ -521,7 +527,8 @@ class ToolParser:
         "The deltas that `text`, the next piece of the answer, settles."
         self.text += text
         next(self._steps)
-        out, self.out = self.out, []
+        out = self.out
+        self.out = []
         return out
 
     def close(self) -> list[dict[str, Any]]:
@@ -538,7 +545,8 @@ class ToolParser:
     # What is settled becomes a delta
     def _say(self, n: int) -> None:
         "The next `n` characters are content."
-        said, self.text = self.text[:n], self.text[n:]
+        said = self.text[:n]
+        self.text = self.text[n:]
         if said:
             self.content += said
             self.out.append(dict(content=said))
@@ -552,7 +560,8 @@ class ToolParser:
 
     def _argue(self, n: int) -> None:
         "The next `n` characters are arguments of the last call."
-        text, self.text = self.text[:n], self.text[n:]
+        text = self.text[:n]
+        self.text = self.text[n:]
         if text:
             self.calls[-1]["function"]["arguments"] += text
             self._put(dict(function=dict(arguments=text)))
@@ -573,7 +582,8 @@ class ToolParser:
     def _calls(self) -> Steps:
         "Content up to where a call may begin, and the calls there, as long as one may come."
         start, more, tail, last = _patterns(self.fmt)
-        trigger, template = re.escape(self.fmt.trigger), self.fmt.template
+        trigger = re.escape(self.fmt.trigger)
+        template = self.fmt.template
         may = not (template and trigger)  # at the start of the answer
         while self.text or not self.closing:
             if may and (yield from self._parsed() if template else self._begun(start)):

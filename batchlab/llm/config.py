@@ -128,7 +128,9 @@ def probe_model(
     `paddable` is None where nobody needs to know. The backend, looked for with `options`, has
     shown that it runs the model rightly; of a model that does not run packed it stands for
     nothing. Raises `UnsupportedModelError`, and `CompileError` as `select_backend` does."""
-    shapes, why, backend = None, None, TorchBackend(model, [], "it does not run packed")
+    shapes = None
+    why = None
+    backend = TorchBackend(model, [], "it does not run packed")
     with attention_override(model):
         paddable = (
             can_pad(model) if switch or not packed else None
@@ -361,7 +363,8 @@ def choose_limits(
 ) -> Limits:
     """The `Limits` of a model: what the user gave, else by its device and what memory is free
     there. Raises `ParamError`."""
-    cpu, own = model.device.type == "cpu", context_limit(model, max_model_len)
+    cpu = model.device.type == "cpu"
+    own = context_limit(model, max_model_len)
     if shapes:
         per_token = bytes_per_token(shapes, model.dtype)
     else:
@@ -470,8 +473,6 @@ def model_state(model: PreTrainedModel) -> dict[str, int]:
 
     everywhere = *of_all._global_forward_hooks, "-", *of_all._global_forward_pre_hooks
     with attention_override(model):  # nobody else has it in hand: an engine in another thread
-        modules, weights = (
-            hash((everywhere, *map(_module_state, model.modules()))),
-            _tensors_state(model),
-        )
+        modules = hash((everywhere, *map(_module_state, model.modules())))
+        weights = _tensors_state(model)
         return dict(weights=weights, modules=modules, config=hash(_plain(model.config.to_dict())))

@@ -121,7 +121,8 @@ class Engines(dict[str, Engine]):
         """Find out how the model runs as it is now: its backend, its store, its parts and its
         limits. There are no engines then. Raises `UnsupportedModelError`, `CompileError`,
         `ParamError`."""
-        loaded, model = self.loaded, self.loaded.model
+        loaded = self.loaded
+        model = self.loaded.model
         self.opened_state, self.opened_model = {}, None  # if this fails, the next call tries again
         self.weights_digest = weights_digest(model)  # before an own model gives its weights up
         known = facts_for_store(loaded)
@@ -217,7 +218,8 @@ class Engines(dict[str, Engine]):
         "Give up the engines, and the backend with its weights: `begin_call` opens them anew."
         self.past_ledger = sum_ledgers([self.past_ledger, self.ledger])
         self._drop_engines()
-        self.opened_state, self.opened_model = {}, None
+        self.opened_state = {}
+        self.opened_model = None
         about = {k: getattr(self.loaded.backend, k) for k in ("name", "why", "block_size")}
         # what others may still ask of it
         stand_in = SimpleNamespace(**about, nbytes=0, batch_invariant=False)
@@ -251,7 +253,8 @@ class Engines(dict[str, Engine]):
 
     def _packed_engine(self) -> Engine:
         loaded, adapters = self.loaded, self.adapters
-        limits, size = loaded.limits, loaded.backend.block_size
+        limits = loaded.limits
+        size = loaded.backend.block_size
         scheduler = Scheduler(
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
@@ -272,7 +275,8 @@ class Engines(dict[str, Engine]):
         """An engine of `kind` 'padded', 'beyond' or 'solo'; the order of requests, and whether new
         ones wait for a whole batch to end, are by the strategy."""
         limits, model = self.loaded.limits, self.loaded.model
-        strategy, solo = self.loaded.settings.strategy, kind == "solo"
+        strategy = self.loaded.settings.strategy
+        solo = kind == "solo"
         start = lambda r: chunk_keys(r.prompt_ids[: 3 * CHUNK])[-1:]  # of its first chunks
         orders = dict(bucketed=lambda r: -r.max_len, prefix=lambda r: (start(r), -r.max_len))
         scheduler = PaddedScheduler(
@@ -304,13 +308,15 @@ class Engines(dict[str, Engine]):
             return []
         # the next in the alphabet, or the first again
         self.last_kind = min(busy, key=lambda kind: (kind <= self.last_kind, kind))
-        engine, pace = self[self.last_kind], self.paces[self.last_kind]
+        engine = self[self.last_kind]
+        pace = self.paces[self.last_kind]
         engine.scheduler.allowance = pace.allowance(
             any(self[kind].scheduler.has_others for kind in busy)
         )
         if pace.owed > 0:
             engine.scheduler.lift()  # a preemptible request, before the others that wait
-        start, steps = time.perf_counter(), engine.num_steps
+        start = time.perf_counter()
+        steps = engine.num_steps
         try:
             moved = engine.step()
             if engine.num_steps > steps and self.store is not None:  # it did not break off

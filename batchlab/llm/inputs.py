@@ -261,7 +261,8 @@ def check_forms(prompts: Sequence[Any], chat: bool) -> None:
     why = None
     for p in prompts:
         try:
-            talk, (plain, _) = chat or isinstance(p, dict) and "messages" in p, split_settings(p)
+            talk = chat or isinstance(p, dict) and "messages" in p
+            (plain, _) = split_settings(p)
             parse_chat(plain) if talk else parse_prompt(plain)
             return
         except (PromptError, ParamError) as e:

@@ -18,7 +18,8 @@ __all__ = ['log', 'encode_block', 'decode', 'Stored', 'stored', 'remove_unfinish
 
 # %% ../../nbs/4_llm/kvfiles.ipynb #2a35195c
 _HEAD = struct.Struct("<16s32s16sQQ")  # what it is, world, name, tokens, bytes
-_MAGIC, _PIECE = b"batchlab KV 1\n".ljust(16, b"\0"), 2**16
+_MAGIC = b"batchlab KV 1\n".ljust(16, b"\0")
+_PIECE = 2**16
 
 
 def _checksums(data: memoryview) -> bytes:
@@ -62,7 +63,8 @@ def decode(file: memoryview, world: bytes, name: bytes, ids: Sequence[int]) -> m
     return data if file[sums : sums + len(wanted)] == wanted else None
 
 # %% ../../nbs/4_llm/kvfiles.ipynb #9e6e39e5
-_HEX, _ABOUT = "[0-9a-f]" * 32, "about.json"
+_HEX = "[0-9a-f]" * 32
+_ABOUT = "about.json"
 
 
 class Stored(NamedTuple):
@@ -151,7 +153,8 @@ class FileRoom:
     def _look(self, n: int) -> None:
         remove_unfinished(self.root)
         files = stored(self.root)
-        self.total, self.since = sum(f.nbytes for f in files), 0
+        self.total = sum(f.nbytes for f in files)
+        self.since = 0
         free = shutil.disk_usage(self.root).free
         self.most = min(max(self.limit * 15 // 16, min(n, self.limit)), self.total + free // 2)
         if n > self.most or self.total + n <= self.most:

@@ -558,7 +558,8 @@ def plan_lines(p: MemoryPlan, most: int) -> list[str]:
     "The plan `p` in lines, with at most `most` refusals."
     blocks = f", {p.blocks:,} blocks of {p.block_size} tokens" if p.block_size else ""
     shared = f", {p.shared_tokens:,} of them shared" if p.shared_tokens else ""
-    refused, more = [*p.refused.items()][:most], len(p.refused) - most
+    refused = [*p.refused.items()][:most]
+    more = len(p.refused) - most
     lines = [
         f"{p.num_requests} requests, {p.prompt_tokens:,} prompt tokens{shared}, at most "
         f"{p.max_output_tokens:,} to generate, the longest {p.longest:,}",

@@ -40,7 +40,8 @@ class Pace:
         floor: float = 0.1,
     ) -> None:
         self.beside, self.alone, self.late, self.quiet = beside, alone, late, quiet
-        self.least, self.every = {True: 1, False: least}, every
+        self.least = {True: 1, False: least}
+        self.every = every
         self.base: float | None = None
         self.positions = {True: 4.0, False: float(least)}  # beside others, and alone
         self.others, self.since = False, 0  # whether others are there; steps since one without
@@ -87,8 +88,10 @@ class Pace:
             factor = (
                 self.beside if others else self.late if self.unseen > self.quiet else self.alone
             )
-            free, took = self.base * (factor - 1), max(seconds - self.base, 1e-9)
-            known, change = self.positions[others > 0], min(1.1, max(2 / 3, free / took))
+            free = self.base * (factor - 1)
+            took = max(seconds - self.base, 1e-9)
+            known = self.positions[others > 0]
+            change = min(1.1, max(2 / 3, free / took))
             if change < 1 or positions >= self.now:
                 self.positions[others > 0] = min(
                     max(known * change, self.least[others > 0]), 2.0**20

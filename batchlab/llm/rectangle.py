@@ -64,7 +64,8 @@ class RectangleTable(SlotTable):
         columns = round_up(max([end, *(x.num_tokens for x in self.running)]))
         if not self.budget.claim(self, len(self.running) * columns):
             return False
-        self.rows, self.columns = len(self.running), columns
+        self.rows = len(self.running)
+        self.columns = columns
         return True
 
     def commit(self, r: Request, start: int, end: int) -> None:
@@ -292,7 +293,8 @@ class PaddedRunner:
             session.output_ids = [0]
         for slot, token in newest.items():
             self.sessions[slot].output_ids = [token]
-        logits, lengths = self.engine.decode(self.engine.running), self.engine.lengths
+        logits = self.engine.decode(self.engine.running)
+        lengths = self.engine.lengths
         assert self.engine.cache is not None
         self.ledger.padded += len(self.ended)
         self.ledger.masked += len(logits) * self.engine.cache.get_seq_length() - int(lengths.sum())
@@ -300,10 +302,12 @@ class PaddedRunner:
 
     def enter(self, prompts: dict[int, list[int]]) -> torch.Tensor:
         "Prefill newcomers as one batch, which joins those that decode: logits `[B, V]`."
-        new, before = [Session(ids) for ids in prompts.values()], self.reused
+        new = [Session(ids) for ids in prompts.values()]
+        before = self.reused
         self.sessions.update(zip(prompts, new))
         self.engine.running += new
-        logits, lengths = self.engine.prefill(new), [*map(len, prompts.values())]
+        logits = self.engine.prefill(new)
+        lengths = [*map(len, prompts.values())]
         self.ledger.padded += len(lengths) * max(lengths) - sum(lengths)
         self.ledger.reused += self.reused - before
         self.ledger.useful -= self.reused - before

@@ -73,7 +73,8 @@ def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """64 hex digits of all bytes of the parameters and buffers of `model`, with their names. Raises
     `Unavailable` for weights that are not there."""
-    whole, threads = hashlib.sha256(), min(8, os.cpu_count() or 1)
+    whole = hashlib.sha256()
+    threads = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         each: Callable[..., Iterator[bytes]] = pool.map
         try:
@@ -201,7 +202,8 @@ def code_of(model: PreTrainedModel) -> str:
 
     if of_all._global_forward_hooks or of_all._global_forward_pre_hooks:
         raise Unavailable("torch has hooks for all modules, and what they do can't be known")
-    whole, seen = hashlib.sha256(), set[str]()
+    whole = hashlib.sha256()
+    seen = set[str]()
     for name, m in model.named_modules():
         if _hooked(m):
             raise Unavailable(f"{name or 'the model'} has a hook, and what it does can't be known")
@@ -220,7 +222,8 @@ def code_of(model: PreTrainedModel) -> str:
 # %% ../../nbs/4_llm/store.ipynb #cf153313
 def own_code() -> str:
     "64 hex digits of batchlab's code that computes, the C++ included."
-    whole, root = hashlib.sha256(), files("batchlab")
+    whole = hashlib.sha256()
+    root = files("batchlab")
     for floor in ("core", "fast", "models"):
         for file in sorted(root.joinpath(floor).iterdir(), key=lambda f: f.name):
             if file.name.endswith((".py", ".cpp")):
@@ -308,7 +311,8 @@ class Costs:
 
     def note_read(self, tokens: int, seconds: float) -> None:
         "Reading so many `tokens` took `seconds`."
-        each, self.passed = seconds / tokens, 0
+        each = seconds / tokens
+        self.passed = 0
         self.reading = each if self.reading is None else 0.8 * self.reading + 0.2 * each
 
     def worth(self) -> bool:
@@ -564,7 +568,8 @@ class PrefixStore:
     # and go
 
     def put(self, block: int, about: Block) -> None:
-        cache, name = None if self.runner is None else self.runner.cache, about.hash
+        cache = None if self.runner is None else self.runner.cache
+        name = about.hash
         if cache is None or name is None or self.writer.off:
             return
         try:

@@ -177,7 +177,8 @@ def _unnamed(backend: Any, names: Mapping[str, str]) -> Any:
     d = json.loads(backend.to_str())
     for t in d["added_tokens"]:
         t["content"] = names.get(t["content"], t["content"])
-    model, vocab = d["model"], d["model"]["vocab"]
+    model = d["model"]
+    vocab = d["model"]["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {names.get(k, k): i for k, i in vocab.items()}
     else:
@@ -200,7 +201,8 @@ class Controls:
             self.backend = None  # a tokenizer of Python
         named: dict[str, Any] = tokenizer.special_tokens_map
         ends = (named.get(k) or "" for k in ("bos_token", "eos_token"))
-        told, plain = "\0".join((template, _RARE, *ends)), _plain_ids(tokenizer)
+        told = "\0".join((template, _RARE, *ends))
+        plain = _plain_ids(tokenizer)
         self.ids = {
             t.content: i
             for i, t in sorted(tokenizer.added_tokens_decoder.items())

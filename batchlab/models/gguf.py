@@ -39,7 +39,8 @@ def quick_reader() -> type[GGUFReader]:
                 return super()._get_field_parts(orig_offs, raw_type)
             data: Any = np.asarray(self.data)
             number, n = struct.unpack_from("<IQ", data, orig_offs)
-            kind, at = GGUFValueType(number), orig_offs + 12
+            kind = GGUFValueType(number)
+            at = orig_offs + 12
             parts = [data[at - 12 : at - 8].view(np.uint32), data[at - 8 : at].view(np.uint64)]
             types = [GGUFValueType.ARRAY, *[kind] * (n > 0)]
             if dtype := self.gguf_scalar_to_np.get(kind):
@@ -79,7 +80,8 @@ def split_files(path: Path) -> list[Path]:
     found = _PART.search(path.name)
     if found is None:
         return [path]
-    stem, n = path.name[: found.start()], int(found[1])
+    stem = path.name[: found.start()]
+    n = int(found[1])
     parts = [path.with_name(f"{stem}-{i:05}-of-{n:05}.gguf") for i in range(1, n + 1)]
     for part in parts:
         if not part.is_file():
@@ -382,7 +384,9 @@ def _product(x: torch.Tensor, w: GroupedTensor, bias: torch.Tensor | None = None
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     "An operation of torch, of whose arguments some are a `GroupedTensor`."
-    aten, first, grouped = torch.ops.aten, args[0], isinstance(args[0], GroupedTensor)
+    aten = torch.ops.aten
+    first = args[0]
+    grouped = isinstance(args[0], GroupedTensor)
     if func in (aten.detach.default, aten.alias.default):
         return GroupedTensor(first.stored, first.dtype)
     if func._schema.is_mutable and grouped:

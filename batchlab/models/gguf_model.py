@@ -147,7 +147,8 @@ def _scaling(file: GGUFFile, base: float, dims: int) -> dict[str, Any]:
     Raises `UnsupportedModelError`."""
     get = lambda key: file.get(f".rope.scaling.{key}")
     factor = get("factor") or file.get(".rope.scale_linear") or 1.0
-    kind, original = get("type") or "linear", get("original_context_length")
+    kind = get("type") or "linear"
+    original = get("original_context_length")
     more = dict(original_max_position_embeddings=original or file.need(".context_length"))
     tensors = [t for t in (*_FACTORS.values(), "rope_freqs.weight") if t in file.tensors]
     if tensors and factor != 1:
@@ -176,7 +177,8 @@ _BIASES = dict(attention_bias="attn_q", use_qkv_bias="attn_q", mlp_bias="ffn_dow
 
 def _rotation(file: GGUFFile, arch: Architecture, size: int) -> dict[str, Any]:
     "The `rope_parameters` of heads of this `size`. Raises `UnsupportedModelError`."
-    base, dims = file.get(".rope.freq_base", 1e4), file.get(".rope.dimension_count", size)
+    base = file.get(".rope.freq_base", 1e4)
+    dims = file.get(".rope.dimension_count", size)
     if dims != size and not arch.partial:
         raise file.refusal(".rope.dimension_count", f"is {dims}, and heads have {size} dimensions")
     rope = dict(rope_type="default", rope_theta=base) | _scaling(file, base, dims)
@@ -191,7 +193,8 @@ def _attention(file: GGUFFile, arch: Architecture, values: Mapping[str, Any]) ->
     """The other fields of a configuration with these `values`, those of attention. Raises
     `UnsupportedModelError`."""
     heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
-    width, kv = values["hidden_size"] // heads, file.get(".attention.head_count_kv", heads)
+    width = values["hidden_size"] // heads
+    kv = file.get(".attention.head_count_kv", heads)
     size = file.get(".attention.key_length", width)
     if (other := file.get(".attention.value_length", size)) != size:
         raise file.refusal(".attention.value_length", f"is {other}, and keys have {size}")
@@ -218,7 +221,8 @@ def _attention(file: GGUFFile, arch: Architecture, values: Mapping[str, Any]) ->
 def architecture_of(file: GGUFFile) -> Architecture:
     "The row of the table for a file. Raises `UnsupportedModelError`."
     experts = file.arch == "llama" and file.get(".expert_count")
-    arch, kind = ARCHITECTURES.get("mixtral" if experts else file.arch), file.get("general.type")
+    arch = ARCHITECTURES.get("mixtral" if experts else file.arch)
+    kind = file.get("general.type")
     if arch is None or kind not in (None, "model"):
         what = "general.type" if arch else "general.architecture"
         known = f"and models of {', '.join(ARCHITECTURES)} are read"
@@ -294,7 +298,8 @@ class ModelTensors:
         from transformers.pytorch_utils import Conv1D
 
         tensor = self.file.tensor(names[0])
-        form, data = tensor.tensor_type.name, tensor.data
+        form = tensor.tensor_type.name
+        data = tensor.data
         holds = isinstance(module, (nn.Linear, nn.Embedding)) and data.ndim == 2
         if grouped and holds and form in QUANT_TYPES:
             blocks = Blocks(
@@ -310,7 +315,8 @@ class ModelTensors:
 
     def fill(self, grouped: bool) -> None:
         "Give the model its weights. Raises `UnsupportedModelError` before any is read."
-        kind, places = type(self.model).__name__, dict(self.model.named_parameters())
+        kind = type(self.model).__name__
+        places = dict(self.model.named_parameters())
         sources = {place: self.names(place) for place in places}
         for name in [name for names in sources.values() for name in names]:
             self.file.tensor(name)
@@ -318,7 +324,8 @@ class ModelTensors:
         for place, names in sources.items():
             holder, _, last = place.rpartition(".")
             module = self.model.get_submodule(holder)
-            x, shape = self.parameter(names, module, grouped), places[place].shape
+            x = self.parameter(names, module, grouped)
+            shape = places[place].shape
             if x.shape != shape and [n for n in x.shape if n > 1] == [n for n in shape if n > 1]:
                 x = nn.Parameter(x.view(shape), requires_grad=False)  # a dim of one may be left out
             if x.shape != shape:

@@ -83,7 +83,8 @@ def _byte_level(file: GGUFFile, vocab: dict[str, int], types: Sequence[int]) -> 
 # %% ../../nbs/3_models/gguf_tokenizer.ipynb #ggt00010
 def _joins(file: GGUFFile, vocab: dict[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
     "The merges of a sentencepiece vocabulary, the first to be done first. Raises `UnsupportedModelError`."
-    tokens, scores = [*vocab], file.get("tokenizer.ggml.scores", ())
+    tokens = [*vocab]
+    scores = file.get("tokenizer.ggml.scores", ())
     if len(scores) != len(tokens):
         why = f"has {len(scores)} entries for {len(tokens)} tokens"
         raise file.refusal("tokenizer.ggml.scores", why)
@@ -123,7 +124,8 @@ def special_ids(file: GGUFFile) -> dict[str, Any]:
     of_llama = file.get("tokenizer.ggml.model") == "llama"
     usual = dict(bos=1, eos=2, unknown=0) if of_llama else {}
     get = lambda name: file.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
-    unknown, named = get("unknown"), {*END_NAMES}
+    unknown = get("unknown")
+    named = {*END_NAMES}
     ends = [get(name) for name in ("eos", "eot", "eom")]
     tokens = enumerate(file.get("tokenizer.ggml.tokens", ()))
     ends += [i for i, token in tokens if token in named and i != unknown]
@@ -206,7 +208,8 @@ def read_tokenizer(file: GGUFFile, ids: dict[str, Any]) -> PreTrainedTokenizerFa
     made = make(file, vocab, types)
     _add_tokens(made, tokens, types, ids["eos_token_id"], kind == "llama" and file.arch == "phi3")
     begun = kind == "llama" or file.get("tokenizer.ggml.pre") in BEGUN
-    bos, eos = ids["bos_token_id"], next(iter(ids["eos_token_id"]), None)
+    bos = ids["bos_token_id"]
+    eos = next(iter(ids["eos_token_id"]), None)
     begin = bos if file.get("tokenizer.ggml.add_bos_token", begun) else None
     _frame(made, tokens, begin, eos if file.get("tokenizer.ggml.add_eos_token") else None)
     names = {

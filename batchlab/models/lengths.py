@@ -107,7 +107,8 @@ def _longest(backend: Any, steps: list[dict[str, Any]]) -> tuple[int | None, byt
     may stand for any number, or characters may be dropped; and bytes that none stands for."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
+    model = backend.model
+    vocab = backend.get_vocab(with_added_tokens=False)
     if any(s["type"] == "ByteLevel" for s in steps):  # a character stands for a byte
         lost = bytes(b for b, c in bytes_to_unicode().items() if c not in vocab)
         return max(map(len, vocab), default=1), lost
@@ -150,7 +151,8 @@ def check_length(tokenizer: Any, text: str, most: int, and_so: str | None = None
 # %% ../../nbs/3_models/lengths.ipynb #len00014
 def chars_in(x: Any) -> int:
     "Characters of the strings in `x`, a string, or dicts and lists of them, keys too."
-    total, left = 0, [x]
+    total = 0
+    left = [x]
     while left:
         x = left.pop()
         if isinstance(x, str):

@@ -92,7 +92,8 @@ def resolve_dtype(
             f"unknown dtype {str(dtype)!r}: expected 'auto', {', '.join(map(repr, _DTYPES))} "
             "or a floating torch.dtype"
         )
-    want, dev = config_dtype or torch.float32, torch.device(device).type
+    want = config_dtype or torch.float32
+    dev = torch.device(device).type
     if want is torch.bfloat16 and fast_bf16 is None:
         fast_bf16 = (
             cpu_has_fast_bf16()
@@ -150,7 +151,8 @@ def has_tokenizer(folder: Path) -> bool:
 def check_talks(path: Path) -> None:
     """Raise `ModelError` unless a model, a folder or a `.gguf` file, names a chat template: it is
     known before anything of it is loaded."""
-    config, option = path / "tokenizer_config.json", Option("chat_template")
+    config = path / "tokenizer_config.json"
+    option = Option("chat_template")
     if path.is_file():
         with path.open("rb") as f:  # it begins with what it says of itself
             known = b"tokenizer.chat_template" in f.read(2**26)
@@ -217,7 +219,8 @@ def _auto_class(folder, config, architectures):
         "ForMaskedLM": (t.MODEL_FOR_MASKED_LM_MAPPING, t.AutoModel),
         "ForPreTraining": (t.MODEL_FOR_MASKED_LM_MAPPING, t.AutoModel),
     }
-    kind, name = type(config), (architectures or [""])[0]
+    kind = type(config)
+    name = (architectures or [""])[0]
     if config.is_encoder_decoder:
         raise _unsupported(folder, f"{config.model_type!r} is an encoder-decoder")
     known, auto = next((h for end, h in heads.items() if name.endswith(end)), ({kind}, None))
@@ -337,11 +340,9 @@ def _inside(model, key):
 
     A value head or layers that draft tokens lie beside the parts that run, and a constant is
     made anew."""
-    parts, constants, whole = (
-        dict(model.named_modules()),
-        dict(model.named_buffers()),
-        (model, model.base_model, model.get_decoder()),
-    )
+    parts = dict(model.named_modules())
+    constants = dict(model.named_buffers())
+    whole = (model, model.base_model, model.get_decoder())
 
     def inside(name):
         if name in constants:
@@ -385,7 +386,8 @@ def _check_packing(folder: Path, config: Any) -> None:
     if not about:
         return
     given = about if isinstance(about, dict) else about.to_dict()
-    method, known = given.get("quant_method"), getattr(auto, "AUTO_QUANTIZER_MAPPING", {})
+    method = given.get("quant_method")
+    known = getattr(auto, "AUTO_QUANTIZER_MAPPING", {})
     refused = method in ("awq", "gptq", "compressed-tensors")
     if refused or (known and method not in known and "load_in" not in str(given)):
         raise UnsupportedModelError(

@@ -205,9 +205,12 @@ def first_step(folder: Path) -> dict[str, Any]:
 # %% ../../nbs/3_models/sentence.ipynb #78961d3c-1
 def _read_modules(folder, modules):
     "`(config of the model's step, pooling config, steps)`. Raises `ValueError`, `ModelError`."
-    first, pooling, steps = {}, None, []
+    first = {}
+    pooling = None
+    steps = []
     for i, m in enumerate(modules):
-        name, at = m["type"].rpartition(".")[2], folder / m["path"]
+        name = m["type"].rpartition(".")[2]
+        at = folder / m["path"]
         if folder.resolve() not in [(r := at.resolve()), *r.parents]:
             raise ModelError(
                 f"{folder}: step {i} of modules.json lies outside of the folder, in "
@@ -286,7 +289,8 @@ def cross_encoder_activation(
     sentence-transformers then takes a sigmoid for one label, and nothing for several. Raises
     `UnsupportedModelError`, `ModelError`."""
     if folder is None:
-        config, beside = own.to_dict() if own else {}, {}
+        config = own.to_dict() if own else {}
+        beside = {}
     else:
         config, beside = (
             _json(Path(folder) / name)

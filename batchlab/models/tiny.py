@@ -40,11 +40,9 @@ def tiny_adapter(
     from safetensors.torch import save_file
     from transformers.pytorch_utils import Conv1D
 
-    folder, gen, tensors = (
-        Path(folder),
-        torch.Generator().manual_seed(seed),
-        dict[str, torch.Tensor](),
-    )
+    folder = Path(folder)
+    gen = torch.Generator().manual_seed(seed)
+    tensors = dict[str, torch.Tensor]()
     head = next(
         (name for name, m in model.named_modules() if m is model.get_output_embeddings()), None
     )
@@ -87,10 +85,8 @@ def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    specials, character = (
-        dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"),
-        bytes_to_unicode(),
-    )
+    specials = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    character = bytes_to_unicode()
     tokens = [*specials.values(), *(character[b] for b in range(256))]
     tok = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[]))
     tok.add_special_tokens([AddedToken(s, normalized=False) for s in specials.values()])
@@ -183,7 +179,8 @@ def _init_tiny(model, seed):
     "Weights large enough that a greedy answer depends on every token, position and mask before it."
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, stored transposed
 
-    gen, head = torch.Generator().manual_seed(seed), model.get_output_embeddings()
+    gen = torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings()
     for mod in model.modules():
         for name, p in mod.named_parameters(recurse=False):
             noise = torch.randn(p.shape, generator=gen)
@@ -234,8 +231,10 @@ def tiny_gguf(path: str | os.PathLike[str], seed: int = 0) -> Path:
     fp32; returns its path."""
     import gguf
 
-    m, tok = tiny_model("llama", seed), tiny_tokenizer()
-    c, w = m.config, gguf.GGUFWriter(path, "llama")
+    m = tiny_model("llama", seed)
+    tok = tiny_tokenizer()
+    c = m.config
+    w = gguf.GGUFWriter(path, "llama")
     values = dict(
         block_count=c.num_hidden_layers,
         context_length=c.max_position_embeddings,

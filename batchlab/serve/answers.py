@@ -86,7 +86,8 @@ def error_of(o: Any, asked: ApiRequest | PoolingRequest, most: int | None) -> Ba
     if reason == "too_long":
         return context_error(o.error, most, asked.key)
     if o.fault is not None:
-        field, said = o.fault.field, o.error or ""
+        field = o.fault.field
+        said = o.error or ""
         named = Option(field * said.startswith(field))
         said = Message("{named}{rest}", named=named, rest=said.removeprefix(field))
         return BadRequest(said, param=at_fault(field, asked.asked, asked.key))
@@ -105,7 +106,8 @@ async def until_gone(receive: Receive) -> None:
 
 async def unless_gone(work: Awaitable[None], receive: Receive) -> bool:
     "Do `work`, and cancel it if the client leaves. Whether it was done."
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(until_gone(receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -138,7 +140,8 @@ async def merged(
         except Exception as e:
             await came.put((i, e))
 
-    tasks, left = [asyncio.ensure_future(pump(i)) for i in range(len(outputs))], len(outputs)
+    tasks = [asyncio.ensure_future(pump(i)) for i in range(len(outputs))]
+    left = len(outputs)
     try:
         while left:
             i, o = await came.get()
@@ -157,7 +160,9 @@ class ServedModel:
     adapters is a model too. Methods raise `BadRequest`."""
 
     def __init__(self, llm: AsyncLLM, name: str, others: Iterable[str] = ()) -> None:
-        self.llm, self.name, self.names = llm, name, {name, *others}
+        self.llm = llm
+        self.name = name
+        self.names = {name, *others}
         self.since = int(time.time())
 
     def adapter_of(self, model: Any) -> str | None:
@@ -174,7 +179,8 @@ class ServedModel:
 
     def check_length(self, asked: ApiRequest) -> None:
         "Raise `BadRequest` if `asked` wants longer answers than there can be."
-        n, most = asked.params.max_tokens, self.llm.llm.max_model_len
+        n = asked.params.max_tokens
+        most = self.llm.llm.max_model_len
         if n and most and n > most:
             given = asked.asked.get("max_tokens") is not None
             key = "max_tokens" if given else "max_completion_tokens"
@@ -281,7 +287,8 @@ class Answer(Response):
         try:
             with self.api.limits.place(self.asked):
                 usage = await self.make(send)
-            n, m = usage["prompt_tokens"], usage.get("completion_tokens", 0)
+            n = usage["prompt_tokens"]
+            m = usage.get("completion_tokens", 0)
             self.scope["said"] = f"{n:,} tokens in, {m:,} out"
         except BadRequest as e:
             await self._end(send, renamed(e, self.asked.names))
@@ -320,7 +327,9 @@ class TextAnswer(Answer):
 
     async def body(self, outs: list[RequestOutput]) -> dict[str, Any]:
         "The whole answer, whose outputs are `outs`."
-        a, choices, p = self.asked, list[dict[str, Any]](), self.asked.params
+        a = self.asked
+        choices = list[dict[str, Any]]()
+        p = self.asked.params
         read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None  # (text, key)
         for i, o in enumerate(outs):
             shown, first = self.shown(o)
@@ -354,10 +363,12 @@ class TextAnswer(Answer):
     def shown(self, o: RequestOutput) -> tuple[RequestOutput, str]:
         """The output that the client sees of `o`, and the text of its first token where it has no
         probability."""
-        a, decode = self.asked, self.api.served.decode
+        a = self.asked
+        decode = self.api.served.decode
         if not a.echo:
             return o, ""
-        text, ids = o.prompt, o.prompt_token_ids or []
+        text = o.prompt
+        ids = o.prompt_token_ids or []
         if text is None or a.params.truncate_prompt_tokens is not None:
             text = decode(ids)  # of a prompt that was cut, what was used
         return echoed(o, text, a.silent), decode(ids[:1])
@@ -381,7 +392,8 @@ class StreamedAnswer(TextAnswer):
     `since` and `last`, and a failure in `failed`."""
 
     async def make(self, send: Send) -> dict[str, Any]:
-        self.turn, self.sent = asyncio.Lock(), 0.0
+        self.turn = asyncio.Lock()
+        self.sent = 0.0
         beat = asyncio.ensure_future(self._beat(send))
         try:
             return await self._parts(send)
@@ -390,7 +402,8 @@ class StreamedAnswer(TextAnswer):
 
     async def _beat(self, send: Send) -> None:
         "A comment whenever nothing was sent for a while, as proxies cut silent connections."
-        clock, every = asyncio.get_running_loop().time, self.api.keep_alive
+        clock = asyncio.get_running_loop().time
+        every = self.api.keep_alive
         self.sent = clock()
         while True:
             await asyncio.sleep(self.sent + every - clock())
@@ -399,13 +412,15 @@ class StreamedAnswer(TextAnswer):
 
     def begin(self) -> Any:
         "What writes the parts."
-        a, p = self.asked, self.asked.params
+        a = self.asked
+        p = self.asked.params
         asked = a.kind, self.name, self.model, p.logprobs, p.logprob_token_ids
         return Parts(*asked, a.usage, a.tools, a.tool_format)
 
     def since(self, i: int, o: RequestOutput) -> bytes:
         "The parts that output `o` of prompt `i` adds."
-        a, p = self.asked, self.asked.params
+        a = self.asked
+        p = self.asked.params
         if a.echo and p.prompt_logprobs is not None and not o.finished:
             return b""  # they are known at the end
         (shown, first), (prompt, each) = self.shown(o), self.ids_of(o)

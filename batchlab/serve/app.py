@@ -63,7 +63,8 @@ except ImportError as e:
 # %% ../../nbs/7_serve/49_server.ipynb #srv00011-1
 def not_here(scope: Scope, methods: str | None = None) -> BadRequest:
     "The error for a path or, where others are known, a method that is not served."
-    path, method = repr(scope["path"])[1:-1][:100], scope["method"]
+    path = repr(scope["path"])[1:-1][:100]
+    method = scope["method"]
     if methods:
         return BadRequest(f"{method} is not served at {path}: use {methods}", "method_not_allowed")
     kind = path.removeprefix("/v1/").partition("/")[0]
@@ -104,7 +105,8 @@ class Metrics:
         self.registry.register(self)
 
     def add(self, o: RequestOutput) -> None:
-        m, n = o.metrics or {}, max((len(c.token_ids) for c in o.outputs), default=0)
+        m = o.metrics or {}
+        n = max((len(c.token_ids) for c in o.outputs), default=0)
         times = dict(time_to_first_token=1, time_per_token=max(1, n - 1), latency=1)
         for (k, count), h in zip(times.items(), self.times):
             for _ in range(count if m.get(k) is not None else 0):
@@ -112,9 +114,11 @@ class Metrics:
 
     def collect(self) -> Iterator[Any]:
         "For prometheus_client: what the engine counts, as it is at this moment."
-        s, limits = self.llm.stats(), self.llm.llm.limits
+        s = self.llm.stats()
+        limits = self.llm.llm.limits
         total = (limits.kv_tokens or 0) // (self.llm.llm.backend.block_size or 1) or s.blocks
-        usage, spec = s.blocks_in_use / total if total else 0, "spec_decode_num"
+        usage = s.blocks_in_use / total if total else 0
+        spec = "spec_decode_num"
         loaded = s.loaded_blocks * (self.llm.llm.backend.block_size or 0)
         for kind, name, text, x in (
             (GaugeMetricFamily, "num_requests_running", "Requests that have a slot.", s.running),
@@ -239,7 +243,8 @@ class Api:
 
     async def respond(self, wanted: ResponseAsked) -> Response:
         "The endpoint of responses."
-        asked, runner = await request_for(wanted, self.responses), self.responses
+        asked = await request_for(wanted, self.responses)
+        runner = self.responses
         await self.ready(asked)
         if wanted.own.background and runner:
             return await self._queue(asked, runner)
@@ -249,7 +254,8 @@ class Api:
         "Let `asked` run in the background. Raises `BadRequest` if there is no room for it."
         if self.limits.draining:
             raise stopping()
-        model, most = self.served.adapter_of(asked.model) or self.served.name, self.limits.most
+        model = self.served.adapter_of(asked.model) or self.served.name
+        most = self.limits.most
         return json_response(
             await on_disk(lambda: create_response(runner, asked, model, most=most))
         )
@@ -262,7 +268,8 @@ class Api:
 
     async def prompt_tokens(self, asked: ApiRequest) -> int:
         "How many tokens the conversation of `asked` has, with its tools."
-        llm, [talk] = self.llm.llm, asked.prompts
+        llm = self.llm.llm
+        [talk] = asked.prompts
         work = lambda: prompt_ids_of(llm.model, llm.tokenizer, talk, True, llm.max_model_len)[1]
         return len(await self.served.in_queuer(work, talk, asked.key))
 
@@ -286,7 +293,9 @@ class Api:
     # Tokens
     async def tokenize(self, asked: TokenizeBody) -> dict[str, Any]:
         self.served.check(asked.model)
-        llm, prompt, special = self.llm.llm, asked.prompt, asked.add_special_tokens
+        llm = self.llm.llm
+        prompt = asked.prompt
+        special = asked.add_special_tokens
         if (prompt is None) == (asked.messages is None):
             raise BadRequest("expected one of prompt and messages", param="prompt")
         if prompt is not None and asked.options:
@@ -316,7 +325,9 @@ class Api:
 
     async def detokenize(self, asked: DetokenizeBody) -> dict[str, Any]:
         self.served.check(asked.model)
-        ids, most, llm = asked.tokens, self.llm.llm.loaded.vocab_size, self.llm.llm
+        ids = asked.tokens
+        most = self.llm.llm.loaded.vocab_size
+        llm = self.llm.llm
         if llm.max_model_len and len(ids) > llm.max_model_len:
             raise context_error(f"{len(ids):,} tokens: send fewer", llm.max_model_len, "tokens")
         if not all(type(i) is int and 0 <= i < most for i in ids):
@@ -465,7 +476,8 @@ class Sent:
     given before all has come goes out through `send`, and then the rest is read and dropped for
     a while, as most clients hear an answer only when they have sent all."""
 
-    RATE, DROPPED = 1000, 2**28
+    RATE = 1000
+    DROPPED = 2**28
 
     def __init__(self, receive: Receive, send: Send, most: int, patience: float) -> None:
         self._receive, self._send, self.most, self.patience = receive, send, most, patience
@@ -513,7 +525,8 @@ class BodyLimit:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         most = next(n for path, n in self.limits.items() if scope["path"].startswith(path))
-        body, wrong = Sent(receive, send, most, self.patience), None
+        body = Sent(receive, send, most, self.patience)
+        wrong = None
         headers = Headers(scope=scope)
         length, encoding = headers.get("content-length", ""), headers.get("content-encoding", "")
         if length.isdecimal() and int(length[:20]) > most:
@@ -539,7 +552,8 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        start, status = time.perf_counter(), 0
+        start = time.perf_counter()
+        status = 0
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -603,7 +617,8 @@ async def _bad_request(request: Request, e: Any) -> Response:
 async def _http_error(request: Request, e: Any) -> Response:
     """404 and 405 of the framework, and whatever else it or a router raises, as the API's error
     object."""
-    headers, code = e.headers or {}, e.status_code
+    headers = e.headers or {}
+    code = e.status_code
     if (code, e.detail) in ((404, "Not Found"), (405, "Method Not Allowed")):
         wrong = not_here(request.scope, headers.get("Allow") if code == 405 else None)
     else:
@@ -766,7 +781,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.seen, self.since = None, 0.0
-        most, self.limit_concurrency = self.limit_concurrency, None
+        most = self.limit_concurrency
+        self.limit_concurrency = None
         if most and len(self.connections) > most:
             self.app = crowded
         if most and len(self.connections) > most + most // 8 + 1:

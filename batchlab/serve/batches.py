@@ -236,7 +236,8 @@ def find(store: BatchStore, kind: str, id: str, column: str = "object") -> dict[
 
 def page_of(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     "The first `limit` of the objects that were `found`, as the API lists them."
-    data, more = found[:limit], len(found) > limit
+    data = found[:limit]
+    more = len(found) > limit
     ends = [object["id"] for object in data] or [""]
     return dict(object="list", data=data, first_id=ends[0], last_id=ends[-1], has_more=more)
 
@@ -344,7 +345,8 @@ def create_file(
 def remove_file(store: BatchStore, id: str, wait: bool = True) -> None:
     "Remove file `id`. `wait`: for other changes. Raises `BadRequest`, also while a batch reads it."
     find(store, "file", id)  # no other id becomes a path
-    path, gone = store.file(id), store.file(id, ".gone")
+    path = store.file(id)
+    gone = store.file(id, ".gone")
     try:
         with store.change(wait) as db:
             for (batch,) in store.rows(
@@ -406,7 +408,8 @@ def clear_leftovers(store: BatchStore) -> None:
     known = {id for (id,) in store.rows("select id from objects where kind='file'")}
     owned = store.rows("select own from objects where kind='batch' and not ended")
     written = {id for (own,) in owned for id in json.loads(own).values()}
-    lost, to = 0, store.path / "lost"
+    lost = 0
+    to = store.path / "lost"
     for path in sorted((store.path / "files").iterdir()):
         if not (made := OWN_FILE.fullmatch(path.name)):
             continue
@@ -458,7 +461,8 @@ def create_batch(store: BatchStore, body: dict[str, Any]) -> dict[str, Any]:
             raise ParamError(
                 field="endpoint", value=asked.endpoint, want=f"one of {', '.join(URLS)}"
             )
-    now, expiry = store.now(), asked.output_expires_after
+    now = store.now()
+    expiry = asked.output_expires_after
     batch = dict(
         id=new_id("batch_"),
         object="batch",
@@ -483,7 +487,9 @@ def create_batch(store: BatchStore, body: dict[str, Any]) -> dict[str, Any]:
 def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]:
     """The contents of files of answers, whose torn ends are cut off: how many answers and failures,
     the tokens as the API counts them, and how many failed because they came too late."""
-    counts, sums, expired = [0, 0], Counter[str](), 0
+    counts = [0, 0]
+    sums = Counter[str]()
+    expired = 0
     for path in paths:
         for _, _, record in recover_answers(path):
             failed = record["error"] is not None
@@ -532,7 +538,8 @@ def cancel_batch(store: BatchStore, id: str) -> dict[str, Any]:
     """Ask for the end of batch `id`; one whose turn has not come ends at once. Returns it. Raises
     `BadRequest`."""
     with store.change() as db:
-        batch, now = get_batch(store, id), store.now()
+        batch = get_batch(store, id)
+        now = store.now()
         if (status := batch["status"]) in ("cancelling", "cancelled"):
             return batch
         if status in ENDED_STATES:
@@ -557,7 +564,8 @@ def end_batch(store: BatchStore, id: str, status: str, **more: Any) -> dict[str,
     counts, usage, expired = read_answers(paths)
     sizes = [p.stat().st_size if p.exists() else 0 for p in paths]
     with store.change() as db:
-        batch, own = get_batch(store, id), find(store, "batch", id, "own")
+        batch = get_batch(store, id)
+        own = find(store, "batch", id, "own")
         now = store.now()
         if batch["status"] in ENDED_STATES:
             return batch
@@ -694,7 +702,8 @@ class Worker:
     llm: LLM
 
     def __init__(self) -> None:
-        self.changed, self.stopping = threading.Condition(), False
+        self.changed = threading.Condition()
+        self.stopping = False
         self.thread: threading.Thread | None = None
 
     def next(self) -> Any:
@@ -836,7 +845,10 @@ def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
 def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
     """How many lines `job` has, and the errors of the first hundred that can't be read, or ask
     for a model that `llm` is not."""
-    total, found, params, names = 0, [], ParamsCache(), job.model_names(llm)
+    total = 0
+    found = []
+    params = ParamsCache()
+    names = job.model_names(llm)
     for total, line in enumerate(job.lines(Ledgerbook()), 1):
         names.check(line)
         if not line.failure:
@@ -852,7 +864,8 @@ def check_lines(job: BatchJob, llm: Any) -> tuple[int, list[dict[str, Any]]]:
 
 def validate(runner: BatchRunner, job: BatchJob) -> str:
     "Look at the lines of `job`, and let its batch begin or fail: the state it has then."
-    store, found = runner.store, []
+    store = runner.store
+    found = []
     if runner.fail_whole:
         total, found = check_lines(job, runner.llm)
     else:
@@ -880,7 +893,8 @@ def why_ended(runner: BatchRunner, id: str) -> str | None:
 
 def job_of(runner: BatchRunner, batch: dict[str, Any]) -> BatchJob:
     "The job that answers the lines of `batch`."
-    store, id = runner.store, batch["id"]
+    store = runner.store
+    id = batch["id"]
     return BatchJob(
         store.file(batch["input_file_id"]),
         *answer_paths(store, id),
@@ -911,7 +925,9 @@ def run_batch_lines(runner: BatchRunner, job: BatchJob) -> bool:
 def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
     """Run `batch` to its end, or until `runner` is to stop. Raises `EngineError` if no engine
     can run it now; `OSError`, `sqlite3.Error`."""
-    id, store, status = batch["id"], runner.store, batch["status"]
+    id = batch["id"]
+    store = runner.store
+    status = batch["status"]
     runner.job = job = job_of(runner, batch)
     try:
         if status == "validating":

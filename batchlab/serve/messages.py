@@ -134,7 +134,8 @@ def turns_of(system: Any, messages: Any) -> list[Turn]:
             held.append((role, blocks))
             continue
         if role != "user" and turns and turns[-1][0] == "user":
-            turns, held = turns + held, []
+            turns = turns + held
+            held = []
         if turns and turns[-1][0] == role:
             turns[-1][1].extend(blocks)
         else:
@@ -436,7 +437,8 @@ class MessageParts(Items):
         "The last events."
         self.close()
         called = any(b["type"] == "tool_use" for b in self.content)
-        end, used = stop_of(out, called, self.most), usage_of_message(out)
+        end = stop_of(out, called, self.most)
+        used = usage_of_message(out)
         self.new += named_event("message_delta", delta=end, usage=used)
         self.message |= end | dict(usage=self.message["usage"] | used)
         return self.take() + named_event("message_stop")
@@ -469,7 +471,8 @@ class MessageParts(Items):
 # %% ../../nbs/7_serve/messages.ipynb #msg00037
 def usage_of_message(out: RequestOutput) -> dict[str, Any]:
     "Tokens in and out, as this API counts them."
-    total, cached = len(out.prompt_token_ids or ()), out.num_cached_tokens
+    total = len(out.prompt_token_ids or ())
+    cached = out.num_cached_tokens
     return dict(
         input_tokens=total - cached,
         cache_creation_input_tokens=0,
@@ -489,7 +492,8 @@ def stop_of(out: RequestOutput, called: bool, most: int | None) -> dict[str, Any
     elif called:
         reason = "tool_use"
     elif isinstance(c.stop_reason, str):
-        reason, sequence = "stop_sequence", c.stop_reason
+        reason = "stop_sequence"
+        sequence = c.stop_reason
     else:
         reason = "end_turn"
     return dict(stop_reason=reason, stop_sequence=sequence)

@@ -79,7 +79,9 @@ def server_facts(api: Any) -> dict[str, Any]:
 
 def steps_of(live: Live, first: int, end: int) -> list[tuple[str, int, int]]:
     "Steps `first` to `end` (excluded): letters, tokens decoded, tokens of prompts."
-    steps, batch, found = live.steps_from(max(first, end - STEPS)), live.request_log.preemptible, []
+    steps = live.steps_from(max(first, end - STEPS))
+    batch = live.request_log.preemptible
+    found = []
     for s in [s for s in steps if s["step"] < end]:
         decode = sum(row[3] for row in s["rows"] if not row[6])
         found.append((letters(s, batch), decode, s["tokens"] - decode))
@@ -95,7 +97,9 @@ async def feed(live: Live, api: Any, more: dict[str, Any]) -> AsyncGenerator[byt
             same = {k: v for k, v in now.items() if k != "t"}
             if same != before or time.perf_counter() - sent > IDLE:
                 steps = steps_of(live, seen, now["num_steps"])
-                before, sent, seen = same, time.perf_counter(), now["num_steps"]
+                before = same
+                sent = time.perf_counter()
+                seen = now["num_steps"]
                 data = json.dumps(now | dict(steps=steps), separators=(",", ":"))
                 yield b"data: " + data.encode() + b"\n\n"
         await asyncio.sleep(TICK if before else TICK / 10)

@@ -59,7 +59,8 @@ def keep_response(
     """Keep a `response` with its input `items`. `line`: the request, for one that is still to be
     run, behind those of a lower `priority`. `most`: how many may wait with it. Raises
     `BadRequest`, `sqlite3.Error`."""
-    now, previous = store.now(), response["previous_response_id"]
+    now = store.now()
+    previous = response["previous_response_id"]
     row = response["id"], previous, now + KEPT, line is not None, priority
     with store.change() as db:
         db.execute("delete from responses where not waits and expires<=?", (store.gone(),))
@@ -119,7 +120,8 @@ async def on_disk(act: Callable[[], _T]) -> _T:
 async def request_for(wanted: ResponseAsked, runner: ResponseRunner | None) -> ResponseRequest:
     """The request that `wanted` is, with the responses that the store of `runner` has. Raises
     `BadRequest`, also for what needs a store if there is none."""
-    own, earlier = wanted.own, list[dict[str, Any]]()
+    own = wanted.own
+    earlier = list[dict[str, Any]]()
     if runner is None:
         needs = dict(
             previous_response_id=own.previous_response_id,
@@ -131,7 +133,8 @@ async def request_for(wanted: ResponseAsked, runner: ResponseRunner | None) -> R
                 why = f"{k} needs a server that keeps responses: start it with --data FOLDER"
                 raise BadRequest(why, param=k)
     elif id := own.previous_response_id:
-        store, known = runner.store, id.encode(errors="replace").decode()
+        store = runner.store
+        known = id.encode(errors="replace").decode()
         earlier = await on_disk(lambda: earlier_items(store, known))
     kept = own.store and runner is not None
     asked = await asyncio.to_thread(request_of, wanted, earlier, kept)  # which may take a while
@@ -155,7 +158,8 @@ class BackgroundLines(LiveLines):
         super().__init__(job, llm, JobResult(0), settle)
         own = ModelNames.of(llm, model_name, None)
         self.names = replace(own, names=[*own.names, *others])
-        self.priorities, self.first = dict[int, int](), False
+        self.priorities = dict[int, int]()
+        self.first = False
 
     def is_low(self, line: JobLine) -> bool:
         return self.priorities[line.number] >= PRIORITY
@@ -289,7 +293,9 @@ def waiting(store: BatchStore, numbers: list[int]) -> set[int]:
 
 def take_lines(runner: ResponseRunner, lines: BackgroundLines) -> None:
     "Hand the engine the lines that wait, as many of each kind as it has slots for, and some."
-    most, store, items = runner.llm.limits.max_num_seqs * 5 // 4 + 1, runner.store, []
+    most = runner.llm.limits.max_num_seqs * 5 // 4 + 1
+    store = runner.store
+    items = []
     runner.news, live = False, [line.number for line in lines.live.values()]
     lines.priorities = {n: lines.priorities[n] for n in live}
     sql = """select number, priority, line from responses where waits and (priority>=?)=?
@@ -337,7 +343,8 @@ def write_ended(runner: ResponseRunner, ended: list[tuple[JobLine, dict[str, Any
 # %% ../../nbs/7_serve/kept.ipynb #6ebb2852
 def run_waiting(runner: ResponseRunner) -> None:
     "Run what waits, until nothing does or `runner` is to stop. Raises `EngineError`, `sqlite3.Error`."
-    llm, ended = runner.llm, list[tuple[JobLine, dict[str, Any]]]()
+    llm = runner.llm
+    ended = list[tuple[JobLine, dict[str, Any]]]()
     settle = lambda line, record: ended.append((line, record))
     lines = BackgroundLines(llm, runner.model_name, settle, runner.others)
     try:
@@ -365,7 +372,8 @@ def run_waiting(runner: ResponseRunner) -> None:
 def items_page(runner: ResponseRunner, id: str, query: Any) -> dict[str, Any]:
     "The input items of response `id` that `query` asks for, as the API lists them. Raises `BadRequest`."
     [text] = find_response(runner.store, id, "items")
-    page, order = page_asked(query, 100, 20), query.get("order", "desc")
+    page = page_asked(query, 100, 20)
+    order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise BadRequest(f"order must be 'asc' or 'desc', got {order!r:.40}", param="order")
     items = json.loads(text)[:: 1 if order == "asc" else -1]

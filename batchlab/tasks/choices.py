@@ -199,7 +199,8 @@ def note_scores(scores: ChoiceScores, tail: tuple[int, ...], out: RequestOutput)
         scores.token_ids, scores.token_logprobs = {}, {}
         return
     inner = (out.prompt_logprobs or [])[len(scores.prompt_token_ids) :]
-    told, after = [d[i].logprob for d, i in zip(inner, tail)], (out.outputs[0].logprobs or [{}])[0]
+    told = [d[i].logprob for d, i in zip(inner, tail)]
+    after = (out.outputs[0].logprobs or [{}])[0]
     for choice, ids in scores.token_ids.items():
         if tuple(ids[:-1]) == tail:
             scores.token_logprobs[choice] = [*told, after[ids[-1]].logprob]
@@ -267,7 +268,8 @@ def choose(
     check_forms(prompts, chat)
     each = choices_for(len(prompts), choices)
     adapters = adapters_for(llm.adapters, len(prompts), lora_request)
-    found, asked = Outputs[ChoiceScores](), []
+    found = Outputs[ChoiceScores]()
+    asked = []
     for prompt, mine, adapter in zip(prompts, each, adapters):
         try:
             if isinstance(adapter, AdapterError):

@@ -301,14 +301,17 @@ def read_adapter(
     rank above `max_rank`."""
     from batchlab.fast.adapters import LowRank
 
-    config, found = AdapterConfig.read(folder), dict[str, LowRank]()
+    config = AdapterConfig.read(folder)
+    found = dict[str, LowRank]()
     for module, pair in _halves(folder).items():
         if (name := _place(module, shapes)) is None:
             of = f" (it says it is for {config.base!r})" if config.base else ""
             raise AdapterError(
                 f"it is for another model{of}: this one has no linear layer {module}"
             )
-        down, up, (k, n) = pair.get("A"), pair.get("B"), shapes[name]
+        down = pair.get("A")
+        up = pair.get("B")
+        (k, n) = shapes[name]
         if down is None or up is None:
             raise AdapterError(f"it has one half of the weights for {module}: save it again")
         if (
@@ -556,7 +559,8 @@ class Adapters:
                 "target_modules"
             )
         ranks = {name: len(part.down) for name, part in parts.items()}
-        number, nbytes = next(self.numbers), self._bytes(ranks)
+        number = next(self.numbers)
+        nbytes = self._bytes(ranks)
         content = files_digest(Path(request.lora_path)) if self.by_content else b""
         if content:
             self.contents[number] = content
@@ -752,7 +756,8 @@ def check_folders(modules: AdapterModules | None, max_lora_rank: int | None = No
     that no model here runs."""
     for name, request in read_modules(modules).items():
         try:
-            config, most = AdapterConfig.read(Path(request.lora_path)), max_lora_rank or 16
+            config = AdapterConfig.read(Path(request.lora_path))
+            most = max_lora_rank or 16
             if not config.ranks and config.rank > most:
                 raise _rank_error(config.rank, most)
         except AdapterError as e:

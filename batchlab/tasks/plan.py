@@ -55,7 +55,8 @@ def simulate(
     slots = rows = 0
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
-        slots, rows = max(slots, len(scheduler.running)), rows + len(plan.rows)
+        slots = max(slots, len(scheduler.running))
+        rows = rows + len(plan.rows)
         if rows > most or not plan.rows:
             return None
         scheduler.update(plan, [RowOutput([-1] if row.samples else []) for row in plan.rows])
@@ -99,7 +100,8 @@ def machine_memory(engines: Engines) -> tuple[int, int]:
 def limits_in(loaded: LoadedModel, memory_bytes: int | None, longest: int) -> Limits:
     """The limits that the model would get with so much memory: those that it has if None, or if
     keys and values were given theirs. A request of `longest` tokens has room in them."""
-    l, size = loaded.limits, loaded.backend.block_size
+    l = loaded.limits
+    size = loaded.backend.block_size
     if memory_bytes is None or loaded.settings.kv_cache_bytes or not l.kv_tokens:
         return l
     room = memory_bytes - libraries_bytes(loaded) - loaded.weights_bytes
@@ -144,8 +146,10 @@ def make_plan(
     `memory_bytes`."""
     loaded = engines.loaded
     rs = [r for g in queue_order(loaded.settings, groups) for r in g.requests]
-    lengths, tokens = [r.max_len for r in rs], sum(r.max_tokens for r in rs)
-    size, found = loaded.backend.block_size, None
+    lengths = [r.max_len for r in rs]
+    tokens = sum(r.max_tokens for r in rs)
+    size = loaded.backend.block_size
+    found = None
     l = limits_in(loaded, memory_bytes, max(lengths, default=0))
     if loaded.packs and tokens <= 200_000:
         found = simulate(

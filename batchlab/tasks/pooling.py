@@ -93,7 +93,9 @@ def head_logits(model: PreTrainedModel, states: torch.Tensor, ids: Sequence[int]
 
     It is the model's own code, called for this one sequence, with its base replaced by what the
     base would give."""
-    name, base, x = model.base_model_prefix, model.base_model, states[None]
+    name = model.base_model_prefix
+    base = model.base_model
+    x = states[None]
     pooler = getattr(base, "pooler", None)
     given = _Given(
         BaseModelOutputWithPoolingAndCrossAttentions(
@@ -138,7 +140,8 @@ def check_head(model: PreTrainedModel) -> None:
 def activation_for(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function that makes probabilities of a classifier's logits, by what `config` says of its
     classes."""
-    kind, n = getattr(config, "problem_type", None), config.num_labels
+    kind = getattr(config, "problem_type", None)
+    n = config.num_labels
     if kind == "regression":
         return lambda x: x
     if kind == "multi_label_classification" or n == 1:
@@ -465,9 +468,11 @@ class Pooling(Task):
     @classmethod
     def take_all(cls, rows: Sequence[Row], outputs: torch.Tensor) -> list[RowOutput]:
         layers = wanted_layers([task_of(row) for row in rows])
-        found, end = [], 0
+        found = []
+        end = 0
         for row in rows:
-            start, end = end, end + row.num_logits
+            start = end
+            end = end + row.num_logits
             found.append(task_of(row).take(row, outputs[start:end], layers))
         return found
 
@@ -704,7 +709,8 @@ def _pair(loaded: LoadedModel, a: Any, b: Any, template: str | None) -> Any:
 
 def _compared(a: PoolingRequestOutput[Any], b: PoolingRequestOutput[Any]) -> ScoringRequestOutput:
     "The result of two texts, of whose vectors the cosine is taken."
-    error, value = a.error or b.error, float("nan")
+    error = a.error or b.error
+    value = float("nan")
     if not error:
         value = nn.functional.cosine_similarity(a.outputs.data[None], b.outputs.data[None]).item()
     latency = max((x.metrics or {}).get("latency") or 0.0 for x in (a, b))

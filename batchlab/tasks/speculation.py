@@ -154,7 +154,9 @@ def num_worth(
         likely += right
         cost = 1.1 * tokens * (times.seconds(positions + n) / alone - 1)
         if likely - cost > best:
-            best, count, gain = likely - cost, n, likely
+            best = likely - cost
+            count = n
+            gain = likely
     return count, gain
 
 # %% ../../nbs/5_tasks/34_speculation.ipynb #e7d1855d
@@ -202,15 +204,18 @@ class Guesses:
     def guess(self, request: Request, most: int) -> tuple[str, list[int]]:
         "The source of the guesses for `request`, and up to `most` of them."
         assert isinstance(request.task, Generation)
-        grammar, text = request.task.row.grammar, self.history(request).text
+        grammar = request.task.row.grammar
+        text = self.history(request).text
         guide = grammar if isinstance(grammar, DraftMask) else None
         if guide is not None and (ids := guide.forced(request.output_ids)[:most]):
             return "forced", ids
         n = min(self.pool.n, request.num_tokens)
         last = request.tokens(request.num_tokens - n, n)
-        kind, ids = "own", text.after(last, most)
+        kind = "own"
+        ids = text.after(last, most)
         if not ids:
-            kind, ids = "pool", self.pool.after(last, most)
+            kind = "pool"
+            ids = self.pool.after(last, most)
         if ids and guide is not None:
             ids = ids[: guide.fitting(request.output_ids, ids)]
         return kind, ids

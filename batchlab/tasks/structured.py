@@ -41,11 +41,13 @@ def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
         for t in d["added_tokens"]
         if t["special"] or t["content"].startswith("<") and t["content"].endswith(">")
     ]
-    ids, mark = {t["content"]: t["id"] for t in apart}, secrets.token_hex(8)
+    ids = {t["content"]: t["id"] for t in apart}
+    mark = secrets.token_hex(8)
     new = {name: f"<{mark} {i}>" for name, i in ids.items()}
     for t in apart:
         t["content"] = new[t["content"]]
-    model, vocab = d["model"], d["model"]["vocab"]
+    model = d["model"]
+    vocab = d["model"]["vocab"]
     model["vocab"] = (
         {new.get(k, k): i for k, i in vocab.items()}
         if isinstance(vocab, dict)
@@ -206,7 +208,8 @@ class Validity:
         from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, validators
         from referencing import Registry
 
-        parts, kind = _every(schema).values(), Draft202012Validator
+        parts = _every(schema).values()
+        kind = Draft202012Validator
         if any(isinstance(d.get("items"), list) for d in parts):
             kind = Draft7Validator
         if any(isinstance(d.get(k), bool) for d in parts for k in _BOUNDS):
@@ -265,7 +268,8 @@ class Validity:
                 yield from v.descend(x[name], more, path=name)
 
     def __call__(self, text: str) -> str:
-        self.until, self.depth = time.thread_time() + SLOWEST, 0
+        self.until = time.thread_time() + SLOWEST
+        self.depth = 0
         try:
             wrong = next(self.validator.iter_errors(json.loads(text)), None)
         except Exception as e:  # whatever a schema does to the library
@@ -476,7 +480,8 @@ def own_cuts(words: LLTokenizer, matcher: LLMatcher, ids: list[int]) -> list[int
     if not any(a and b.startswith(a) for a, b in itertools.pairwise(in_order)):
         return ids  # none is a piece of another
     kept = {i for i, w in begins.items() if not w}  # the end, and tokens that are no text
-    todo, seen = [(matcher, b"", begins)], 0
+    todo = [(matcher, b"", begins)]
+    seen = 0
     while todo:
         state, text, some = todo.pop()
         seen += 1
@@ -507,11 +512,13 @@ class LabelMask:
     for `SamplingRow.grammar`."""
 
     def __init__(self, paths: Iterable[Sequence[int]], eos_ids: Collection[int]) -> None:
-        self.paths, self.eos_ids = sorted({(*path,) for path in paths}), [*eos_ids]
+        self.paths = sorted({(*path,) for path in paths})
+        self.eos_ids = [*eos_ids]
 
     def next_ids(self, output_ids: Sequence[int]) -> list[int]:
         "The ids that may follow `output_ids`."
-        written, found = (*output_ids,), list[int]()
+        written = (*output_ids,)
+        found = list[int]()
         i = bisect_left(self.paths, written)
         if self.paths[i : i + 1] == [written]:
             found += self.eos_ids
@@ -556,7 +563,10 @@ class Grammar:
         eos_ids: Collection[int],
         fault: Callable[[str], str] | None = None,
     ) -> None:
-        self.words, self.matcher, self.eos_ids, self.seen = words, matcher, eos_ids, []
+        self.words = words
+        self.matcher = matcher
+        self.eos_ids = eos_ids
+        self.seen = []
         self.fault, self.why = fault, ""
 
     def follow(self, output_ids: list[int]) -> bool:
@@ -635,7 +645,8 @@ class Grammars:
     def _labels(self, texts: list[str]) -> LabelMask:
         """The mask that holds a row to one of `texts`. Raises `ParamError` for one that can't be
         written."""
-        words, paths = self.vocabulary, []
+        words = self.vocabulary
+        paths = []
         for text in texts:
             spelled = text.encode()
             cuts = (cut(text) for cut in (words.tokenize_str, words.greedy_tokenize))
@@ -653,10 +664,8 @@ class Grammars:
         if kind == "choice":
             labels = self._labels(json.loads(_short(kind, form)))
             return lambda: labels
-        s, names = (
-            StructuredOutputsParams(**{kind: json.loads(form)}, disable_any_whitespace=tight),
-            self._vocabulary[1],
-        )
+        s = StructuredOutputsParams(**{kind: json.loads(form)}, disable_any_whitespace=tight)
+        names = self._vocabulary[1]
         try:
             text = grammar_text(s)
         except ParamError:

@@ -74,7 +74,8 @@ def place_after(
 ) -> Place:
     """The place of the token after `prompt_ids`: 'thought', 'answer', or 'start', where it may open
     a thought. `turns`: tokens that begin or end a turn; `blank`: tokens of whitespace."""
-    blank, bare = {*blank}, True
+    blank = {*blank}
+    bare = True
     for i in reversed(prompt_ids):
         if i == marks.open:
             return "thought"

@@ -118,7 +118,9 @@ class Canvas:
     `y`: how far down it is drawn already; it moves on with every row. `right`: where rows end."""
 
     def __init__(self, width: float = 860) -> None:
-        self.width, self.right, self.y = width, width - 16, 14.0
+        self.width = width
+        self.right = width - 16
+        self.y = 14.0
         self.parts: list[str] = []
         self.under: defaultdict[str, list[str]] = defaultdict(list)  # boxes by kind
         self.named = -99.0  # where the last name of a row is
@@ -250,7 +252,8 @@ def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
     "A line of `(kind, label)` at `c.y`, which moves on: of those kinds that the canvas has."
     for kind, label in [(kind, label) for kind, label in kinds if c.has(kind)]:
         if x + 24 + 5.8 * len(label) > c.width:
-            x, c.y = 16, c.y + 17
+            x = 16
+            c.y = c.y + 17
         c.rect(x, c.y, 11, 11, kind)
         c.text(x + 16, c.y + 9.5, label, "dim")
         x += 34 + 5.8 * len(label)
@@ -310,14 +313,18 @@ def bars(
 
     `key`: `{part: (kind, label)}` with kinds of `COLOURS`. `label` says what is counted.
     `notes`: `{name: text to its right}`. `caption`: a line below."""
-    notes, desc, c = notes or {}, [], Canvas(width)
-    left, right = 16 + max(48, wide(rows)), c.right - wide(notes.values())
+    notes = notes or {}
+    desc = []
+    c = Canvas(width)
+    left = 16 + max(48, wide(rows))
+    right = c.right - wide(notes.values())
     most = max([sum(parts.values()) for parts in rows.values()] + [1e-9])
     unit = (right - left) / most
     if title:
         heading(c, left, title)
     for name, parts in rows.items():
-        x, said = left, []
+        x = left
+        said = []
         for part, n in parts.items():
             kind, what = key[part]
             said.append(f"{_said(n)} {what or label}")

@@ -112,11 +112,15 @@ ROW_KINDS = dict(
 
 def _draw_run(c, run, x, end, high, tip):
     "A run from `x` to `end`; with a `tip`, in a shape of its own, with the number of the request."
-    w, h, inset, number = end - x, inner(high), 0, run.request
+    w = end - x
+    h = inner(high)
+    inset = 0
+    number = run.request
     if run.kind == "decode" and high >= 6:  # a narrower line, on what the slot is without it
         c.box(x, c.y, w, h, "idle")
         inset = 0.18 * high
-    top, tall = c.y + inset, h - 2 * inset
+    top = c.y + inset
+    tall = h - 2 * inset
     low = min(tall * run.cached, 0.85 * tall)  # green, below; some was computed in any case
     for kind, y, part in ((run.kind, top, tall - low), ("cached", top + tall - low, low)):
         if part and tip:
@@ -144,13 +148,16 @@ def draw_lanes(
     if not lanes:
         return
     num_runs = sum(map(len, lanes.values()))
-    apart, pixel = num_runs < 400, 1 if num_runs < 10_000 else max(1, len(lanes) / 12)
+    apart = num_runs < 400
+    pixel = 1 if num_runs < 10_000 else max(1, len(lanes) / 12)
     at = at or range(1 + max(lane[-1].end for lane in lanes.values() if lane))
     x = scale(at[0], at[-1], left, right)
     place = x if apart else lambda v: round(x(v) / pixel) * pixel
     for (_, slot), lane in lanes.items():
         for run in lane:
-            start, end, tip = at[run.first], at[run.end], ""
+            start = at[run.first]
+            end = at[run.end]
+            tip = ""
             if apart and run.request is not None:
                 cached = f", {run.cached:.0%} of its tokens cached" if run.cached else ""
                 tip = f"request {run.request}: {ROW_KINDS[run.kind]}{cached}, slot {slot}, {unit} {start:.6g} to {end:.6g}"
@@ -164,13 +171,17 @@ def timeline(traces: _Traces, by: str = "steps") -> Picture:
 
     `traces`: a `Trace`, the name of its file, or an `LLM` for what it recorded last; several in
     a list, or in a dict by name. `by`: 'steps', or 'time' in seconds. Raises `TraceError`."""
-    unit, traces, said = unit_of(by), named_traces(traces), []
-    c, left = Canvas(), 58
+    unit = unit_of(by)
+    traces = named_traces(traces)
+    said = []
+    c = Canvas()
+    left = 58
     panels = {name: (slot_runs(t.steps), edges(t, by)) for name, t in traces.items()}
     x = scale(0, max(at[-1] - at[0] for _, at in panels.values()), left, c.right)
     high = row_height(len(panels) * max(len(lanes) for lanes, _ in panels.values()))
     for name, (lanes, at) in panels.items():
-        steps, right = len(at) - 1, x(at[-1] - at[0])
+        steps = len(at) - 1
+        right = x(at[-1] - at[0])
         said.append(
             f"{name}: {steps} step{'s' * (steps > 1)}, {share_idle(lanes):.0%} of the places in "
             "them empty"
@@ -198,7 +209,8 @@ def busiest(trace: Trace) -> int:
 
 def step_of(trace: Trace, step: int) -> dict:
     "The step of that number. Raises `TraceError`."
-    first, last = trace.steps[0]["step"], trace.steps[-1]["step"]
+    first = trace.steps[0]["step"]
+    last = trace.steps[-1]["step"]
     if step not in range(first, last + 1):
         raise TraceError(f"step {step!r} is not in this trace: it has {first} to {last}")
     return trace.steps[step - first]
@@ -216,7 +228,8 @@ def token_texts(trace: Trace, number: int, start: int, n: int, most: int = 40) -
 # %% ../../nbs/8_view/pictures.ipynb #97cbb156
 def draw_packed_row(c: Canvas, rows: Sequence[TraceRow], left: float) -> None:
     "Whose the tokens of a packed row are, at `c.y`, which moves on."
-    unit, x = (c.right - left) / sum(row.n for row in rows), left
+    unit = (c.right - left) / sum(row.n for row in rows)
+    x = left
     for row in rows:
         tip = f"request {row.request}, positions {row.start} to {row.end - 1}"
         tile(c, x, row.n * unit, 18, kind=row.phase, text=row.request, tip=tip)
@@ -248,16 +261,20 @@ def draw_step(c: Canvas, trace: Trace, s: dict, left: float = 300) -> None:
     its mask, or the padded batch.
 
     A line for each request: at least as high as its name, which stands left of `left`."""
-    rows, rectangle = packed_rows(s), s["rectangle"]
+    rows = packed_rows(s)
+    rectangle = s["rectangle"]
     keys = rectangle[1] if rectangle else sum(row.end for row in rows)
     what = f"a batch of {rectangle[0]} × {keys}" if rectangle else "one row"
     heading(c, 16, f"step {s['step']}: {s['tokens']} tokens of {len(rows)} requests in {what}")
     if not rectangle:
         draw_packed_row(c, rows, left)
-    x, unit = left, (c.right - left) / keys
-    least, each = 12 if len(rows) <= 40 else 1, max(0.7, min(14, 420 / s["tokens"]))
+    x = left
+    unit = (c.right - left) / keys
+    least = 12 if len(rows) <= 40 else 1
+    each = max(0.7, min(14, 420 / s["tokens"]))
     for row in rows:
-        high, ground = max(least, row.n * each), [(left, c.right, "idle")]
+        high = max(least, row.n * each)
+        ground = [(left, c.right, "idle")]
         if rectangle:
             x = c.right - row.end * unit
             ground.append((left, x, "padded"))
@@ -276,9 +293,12 @@ def packed_row(trace: _One, step: int | None = None) -> Picture:
     `step`: its number; None takes the `busiest`. A padded step is drawn as the batch that it is.
     Raises `TraceError`."""
     [trace] = named_traces(trace).values()
-    s, c = step_of(trace, busiest(trace) if step is None else step), Canvas()
+    s = step_of(trace, busiest(trace) if step is None else step)
+    c = Canvas()
     draw_step(c, trace, s)
-    rows, tokens, rectangle = packed_rows(s), s["tokens"], s["rectangle"]
+    rows = packed_rows(s)
+    tokens = s["tokens"]
+    rectangle = s["rectangle"]
     said = f"step {s['step']}, {tokens} tokens of {len(rows)} requests, "
     key = dict(
         prefill="new tokens of a prompt, each sees those before",
@@ -303,7 +323,8 @@ def prefix_tree(prompts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, i
 
     A node covers tokens `start` to `end` of prompts `first` to `last` (excluded both); parents
     come before children."""
-    nodes, todo = [], [(0, 0, len(prompts))]
+    nodes = []
+    todo = [(0, 0, len(prompts))]
     for start, first, last in todo:  # which grows as it is walked
         a, b = prompts[first], prompts[last - 1]  # sorted: what these share, all between share
         end = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
@@ -326,17 +347,23 @@ def prefixes(trace: _One) -> Picture:
     rs.sort(key=lambda r: (r["prompt_ids"], r["request"]))
     if not rs:
         raise TraceError("this trace has no token ids: record it with llm.trace(text=True)")
-    sizes, nodes = [len(r["prompt_ids"]) for r in rs], prefix_tree([r["prompt_ids"] for r in rs])
+    sizes = [len(r["prompt_ids"]) for r in rs]
+    nodes = prefix_tree([r["prompt_ids"] for r in rs])
     once = sum(end - start for start, end, *_ in nodes)
     said = (
         f"{len(rs)} prompts of {sum(sizes):,} tokens, {once:,} if each shared part counts once; "
         f"{trace.totals['reused']:,} came from the cache"
     )
-    c, left, high = Canvas(), 96, row_height(len(rs), 18, 460)
+    c = Canvas()
+    left = 96
+    high = row_height(len(rs), 18, 460)
     unit = (c.right - left) / max(sizes)
     heading(c, left, said)
     for start, end, first, last in nodes:
-        x, y, w, h = left + start * unit, c.y + first * high, (end - start) * unit, last - first
+        x = left + start * unit
+        y = c.y + first * high
+        w = (end - start) * unit
+        h = last - first
         c.box(x, y, max(0.5, w - 0.5), h * high - min(1, high / 4), "held" if h > 1 else "idle")
         if h * high < 12 or w < 60:
             continue

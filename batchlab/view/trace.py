@@ -37,10 +37,12 @@ def row_of(row: Row, number: int) -> TraceRow:
     "The `row` of a plan, of the request with that `number` in the trace, as a `TraceRow`."
     r, start, n = row.request, row.start, row.n_tokens
     assert r.slot is not None, "it is in a plan"
-    end, prompt = start + n, len(r.prompt_ids)
+    end = start + n
+    prompt = len(r.prompt_ids)
     again = max(0, min(r.num_seen, end) - start)
     known = n - len(row.draft_ids)
-    samples, prefill = end >= prompt + len(r.output_ids), known > 1 or start < prompt
+    samples = end >= prompt + len(r.output_ids)
+    prefill = known > 1 or start < prompt
     return TraceRow(
         r.slot, number, start, n, again=again, samples=samples, prefill=prefill, drafts=n - known
     )
@@ -200,11 +202,14 @@ class RequestLog:
     def note_end(self, r: Request, t: float, step: int) -> None:
         """`r` has ended at time `t`, before the step with number `step`: keep its facts, with its
         text if there is room, and let go of `r`."""
-        record, size = self.record_of(r), r.num_tokens
+        record = self.record_of(r)
+        size = r.num_tokens
         text = self.text and self.num_text_tokens + size <= self.max_text
         self.num_text_tokens += text * size
         self.dropped["texts"] += self.text and not text
-        record.facts, record.end, record.request = facts_of(r, text), t, None
+        record.facts = facts_of(r, text)
+        record.end = t
+        record.request = None
         self._keep(record, step)
         del self.unfinished[r]
 
@@ -276,7 +281,8 @@ class StepRecord:
 # %% ../../nbs/8_view/trace.ipynb #308cea85
 def note_memory(record: StepRecord, engine: Engine) -> None:
     "Note in `record` the KV memory of `engine` after the step."
-    s, pool = engine.scheduler, engine.scheduler.pool
+    s = engine.scheduler
+    pool = engine.scheduler.pool
     record.rectangle = getattr(engine.runner, "rectangle", None)
     shared = sum(b.refs > 1 for b in pool.blocks)
     record.pool = s.block_size, len(pool), pool.num_held, shared, len(pool.cached)
@@ -401,7 +407,8 @@ def about_run(llm: Any) -> dict:
     an `LLM`; for an `Engine`, None and no limits."""
     if not hasattr(llm, "limits"):
         return dict.fromkeys(("model", "strategy", "backend", "device", "dtype")) | dict(limits={})
-    model, names = llm.model, ("max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token")
+    model = llm.model
+    names = ("max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token")
     limits = {k: getattr(llm.limits, k) for k in names} | dict(max_model_len=llm.max_model_len)
     return dict(
         model=Path(getattr(model.config, "_name_or_path", "") or type(model).__name__).name,
@@ -430,7 +437,8 @@ class Watched(Protocol):
 def data_of(recorder: Recorder) -> dict:
     "All that `recorder` has recorded so far, as its file holds it."
     # steps first: requests that come now are in none of them
-    log, steps = recorder.request_log, recorder.steps_from()
+    log = recorder.request_log
+    steps = recorder.steps_from()
     requests = [request_dict(r, recorder.began, log.text) for r in log.records()]
     known = {r["request"] for r in requests}  # the oldest may have been dropped meanwhile
     return dict(
@@ -558,7 +566,9 @@ def slot_facts(r: Request, first: int) -> list[Any]:
     """The facts of the slot of a running request: `[slot, id, phase, prompt tokens, computed
     tokens, cached tokens, output tokens, max_tokens, preemptible]`. `first`: where the slots of its
     engine begin among those of all."""
-    prompt, out, done = len(r.prompt_ids), len(r.output_ids), r.num_computed_tokens
+    prompt = len(r.prompt_ids)
+    out = len(r.output_ids)
+    done = r.num_computed_tokens
     if out and not done:
         done = r.num_tokens  # a runner without a cache computes all of them at each step
     again = done < min(r.num_seen, r.num_tokens - 1)
@@ -578,12 +588,17 @@ def snapshot(llm: Answers) -> dict[str, Any]:
     `queue`: `[id, prompt tokens, preemptible]` of the first that wait; `behind`: how many that
     wait are preemptible; `kv`: blocks `held`, `cached` and in `total`; `totals`: sums over the
     requests that ended, and how many `ended` for which reason."""
-    loop, limits, backend = llm.loop, llm.loaded.limits, llm.loaded.backend
-    schedulers, slots, first = [e.scheduler for e in loop.engines.values()], [], 0
+    loop = llm.loop
+    limits = llm.loaded.limits
+    backend = llm.loaded.backend
+    schedulers = [e.scheduler for e in loop.engines.values()]
+    slots = []
+    first = 0
     for s in schedulers:
         slots += [slot_facts(r, first) for r in s.running]
         first += s.max_num_seqs
-    pools, sums = [s.pool for s in schedulers], loop.delivery.sums
+    pools = [s.pool for s in schedulers]
+    sums = loop.delivery.sums
     total = (limits.kv_tokens or 0) // (backend.block_size or 1) or sum(map(len, pools))
     cached = sum(len(p.cached) for p in pools)
     waiting = [r for s in schedulers for r in s.waiting]

@@ -151,7 +151,8 @@ def slot_runs(steps: Sequence[dict]) -> dict[tuple[str, int], list[SlotRun]]:
         for engine, last in newest.items():
             rows = {row[0]: TraceRow(*row) for row in s["rows"]} if last is s else {}
             for slot in range(last["slots"]):
-                place, row = (engine, slot), rows.get(slot)
+                place = (engine, slot)
+                row = rows.get(slot)
                 if row:
                     owner[place], found = row.request, cached.get(row.request, 0)
                     share = found / (found + row.n)
@@ -217,8 +218,10 @@ def slot_events(steps: Sequence[dict]) -> Iterator[dict]:
     for (engine, slot), lane in lanes.items():
         for run in [run for run in lane if run.tokens]:
             name = f"request {run.request}: {run.kind} {'× ' * (run.kind == 'decode')}{run.tokens}"
-            start, end = steps[run.first]["start"], step_end(steps[run.end - 1])
-            pid, args = engines.index(engine) + 10, dict(request=run.request, tokens=run.tokens)
+            start = steps[run.first]["start"]
+            end = step_end(steps[run.end - 1])
+            pid = engines.index(engine) + 10
+            args = dict(request=run.request, tokens=run.tokens)
             yield slice_event(name, run.kind, start, end, pid=pid, tid=slot + 1, **args)
 
 # %% ../../nbs/8_view/tracefile.ipynb #c49ccd14

@@ -46,7 +46,8 @@ def roll_of(steps: Sequence[dict]) -> list[list]:
     seats: dict[str, int] = {}
     for s in steps:
         seats[s["engine"]] = max(seats.get(s["engine"], 0), s["slots"])
-    first, columns = dict(zip(seats, accumulate([0, *seats.values()]))), []
+    first = dict(zip(seats, accumulate([0, *seats.values()])))
+    columns = []
     for s in steps:
         free = "w" if s["waiting"] else "."
         cells = letters(s).ljust(s["slots"], ".").replace(".", free)
@@ -61,7 +62,8 @@ def _part(kind: str) -> str:
     return files("batchlab.view").joinpath(f"viewer.{kind}").read_text(encoding="utf-8")
 
 
-BODY, SCRIPT = _part("html"), f"'use strict';{_part('js')}"
+BODY = _part("html")
+SCRIPT = f"'use strict';{_part('js')}"
 STYLE = f"{HTML_STYLE}:root{{--failed:light-dark(#cf222e,#f85149)}}{_part('css')}"
 PAGE_START = (
     '<!DOCTYPE html>\n<html class="bl" lang="en"><head><meta charset="utf-8"><meta name="viewport"'
@@ -121,7 +123,8 @@ def write_page(
     """The page of the trace file `trace`, written to `output` or beside it: its path.
 
     A file is replaced if it is such a page, or with `overwrite`. Raises `TraceError`."""
-    page, path = view_html(trace), Path(output or Path(trace).with_suffix(".html"))
+    page = view_html(trace)
+    path = Path(output or Path(trace).with_suffix(".html"))
     try:
         if (
             path.exists()

@@ -248,12 +248,15 @@ class Watch:
 # %% ../../nbs/8_view/widgets.ipynb #55001a78
 def watch_picture(watch: Watch, last: int = 150) -> Picture:
     "The slots over the `last` steps of a `Watch`, as a `Picture`."
-    trace, states = watch.trace, Counter(r.state for r in watch.requests)
-    lanes, ids = slot_runs(trace.steps_from(trace.num_steps - last)), trace.ids()
+    trace = watch.trace
+    states = Counter(r.state for r in watch.requests)
+    lanes = slot_runs(trace.steps_from(trace.num_steps - last))
+    ids = trace.ids()
     for run in [run for lane in lanes.values() for run in lane]:
         if run.request is not None:
             run.request = watch.index(ids.get(run.request, ""))
-    c, count = Canvas(), ", ".join(f"{n} {state}" for state, n in states.items())
+    c = Canvas()
+    count = ", ".join(f"{n} {state}" for state, n in states.items())
     title = f"{len(watch.requests)} requests, {trace.num_steps} steps: {count}"
     heading(c, 16, title)
     draw_lanes(c, lanes, 58, c.right, max(4, row_height(len(lanes), 18, 240)))
@@ -355,7 +358,9 @@ class LiveView(WidgetBox):
     def paint(self) -> None:
         """Show the state of this moment. What is as it was is not sent again: a trait that gets
         an equal value keeps still."""
-        watch, requests, self.paints = self.watch, self.watch.requests, self.paints + 1
+        watch = self.watch
+        requests = self.watch.requests
+        self.paints = self.paints + 1
         self.status.value = watch_line(watch, self.llm.loop.paused)
         self.slots.value = panel_html(watch_picture(watch).svg)
         first = max(0, min(self.one.value, len(requests) - self.rows))
