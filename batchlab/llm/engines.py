@@ -50,9 +50,11 @@ class AdapterRules(Protocol):
 
     def may_enter(self, r: Request, running: Sequence[Request]) -> bool:
         "Whether `r` may join those that are `running`."
+        ...
 
     def root_of(self, r: Request) -> bytes:
         "What the KV of `r` depends on besides its tokens."
+        ...
 
     def unload(self) -> None:
         "Give back the memory of all weights: they are read again when asked for."
