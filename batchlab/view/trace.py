@@ -27,14 +27,14 @@ from .tracefile import LEDGER_FIELDS, PARTS, POOL, ROW, VERSION, TraceRow, Trace
 if TYPE_CHECKING:
     from batchlab.core.engine import Engine
     from batchlab.llm.outputs import RequestGroup
-    from batchlab.core.request import Row, StepPlan
+    from batchlab.core.request import StepPlan
 
 # %% auto #0
 __all__ = ['TICK', 'Recorder', 'Live']
 
 # %% ../../nbs/8_view/trace.ipynb #6f5bd23c
-def row_of(row: Row, number: int) -> TraceRow:
-    "The `row` of a plan, of the request with that `number` in the trace, as a `TraceRow`."
+def row_of(row: Any, number: int) -> TraceRow:
+    "The `Row` of a plan, of the request with that `number` in the trace, as a `TraceRow`."
     r, start, n = row.request, row.start, row.n_tokens
     assert r.slot is not None, "it is in a plan"
     end = start + n
