@@ -36,7 +36,6 @@ __all__ = ['TICK', 'Recorder', 'Live']
 def row_of(row: Any, number: int) -> TraceRow:
     "The `Row` of a plan, of the request with that `number` in the trace, as a `TraceRow`."
     r, start, n = row.request, row.start, row.n_tokens
-    assert r.slot is not None, "it is in a plan"
     end = start + n
     prompt = len(r.prompt_ids)
     again = max(0, min(r.num_seen, end) - start)
