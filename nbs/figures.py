@@ -382,6 +382,7 @@ RUNGS = {  # of the ladder, `{rung: the chapter that builds it}`
     "the core, on torch": "14",
     "its kernels": "20",
     "bf16": "25",
+    "4 bits": "23",
     "int8": "22",
 }
 
