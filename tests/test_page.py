@@ -137,6 +137,8 @@ def test_letters_are_what_the_trace_says():
 def test_nothing_for_nobody(s, monkeypatch):
     made, of = [], trace_module.snapshot
     monkeypatch.setattr(trace_module, "snapshot", lambda llm: made.append(llm) or of(llm))
+    asked, look = [], Live.look
+    monkeypatch.setattr(Live, "look", lambda self, *a: asked.append(self) or look(self, *a))
     asking(s.url, "a").join()
     assert not lookouts(s.llm) and not made
     with looking(s.url) as a, looking(s.url) as b:
@@ -144,8 +146,8 @@ def test_nothing_for_nobody(s, monkeypatch):
         assert len(lookouts(s.llm)) == 1  # one for all who look
         asking(s.url, "a").join()
         done = lambda x: x["totals"]["ended"] and not x["running"] and x["num_steps"] >= 150
-        steps = next(filter(done, a))["num_steps"]
-        assert len(made) < steps / 2, "a state is made when one is asked for, not at every step"
+        next(filter(done, a))
+        assert len(made) <= len(asked), "a state is made when one is asked for, not at every step"
     until(lambda: not lookouts(s.llm))
 
 

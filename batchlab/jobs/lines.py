@@ -58,7 +58,7 @@ from batchlab.jobs.tables import (
     plain_json,
 )
 from .responses import ResponseAsked, chat_body, read_response
-from .responses import response_error, as_response_error, response_head, response_of
+from .responses import as_response_error, response_head, response_of
 from .tools import ToolChoice, ToolFormat, parse_answer, take_tools
 
 if TYPE_CHECKING:
@@ -603,8 +603,6 @@ def results_of(out: RequestOutput, postprocess: Postprocess) -> tuple[dict[str, 
 def failure_record(line: JobLine, code: str, message: str) -> dict[str, Any]:
     """The record of a line without an answer. `code`: for programs; `message`: for people, put
     after the line's number."""
-    if line.response:
-        message = str(response_error(BadRequest(message, code)))
     error = dict(code=code, message=f"{line.where}: {message}")
     if line.kind == "plain":
         nothing = dict(embedding=None) if line.pooling else dict(text=None, finish_reason="error")
