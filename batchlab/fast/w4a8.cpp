@@ -23,16 +23,36 @@ static void pack_quad_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, 
 }
 EXPORT(pack_quad_blocks)
 
+template <int S>
+static inline vi larger_bits(vi v) {
+    const vi y = (vi)partner<S>((vf)v);
+    return v > y ? v : y;
+}
+static inline float most_bits(vi v) {  // the largest of numbers that are not negative
+    if (W == 16) v = larger_bits<W / 2>(v);
+    v = larger_bits<1>(larger_bits<2>(larger_bits<4>(v)));
+    return ((vf)v)[0];
+}
+static inline void sum_both(const vf (&v)[2], int32_t (&sums)[2]) {  // whole numbers: exact in any order
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    const vf a = v[0] + partner<W / 2>(v[0]), b = v[1] + partner<W / 2>(v[1]);
+    vf both = lane < W / 2 ? a : b;
+    if (W == 16) both += partner<4>(both);
+    both += partner<2>(both), both += partner<1>(both);
+    sums[0] = both[0], sums[1] = both[W / 2];
+}
 template <class T>
 static inline float round_group(const T* x, uint8_t* bytes, int32_t (&sums)[2]) {  // 32 numbers; their scale
     typedef uint8_t vb __attribute__((vector_size(W)));
-    vf v[32 / W], m = all(1e-30f), odd = {};  // 0 / 0 is no byte
+    vf v[32 / W];
+    vi m = (vi)all(1e-30f);  // 0 / 0 is no byte; without signs, the order of numbers is that of their bits, and NaN is the last
     for (int j = 0; j < 32 / W; j++) {
         v[j] = load(x + j * W);
-        const vf a = v[j] < 0.f ? -v[j] : v[j];
-        m = m > a ? m : a, odd += v[j] - v[j];  // NaN, for a NaN or an infinity
+        const vi a = (vi)v[j] & 0x7fffffff;
+        m = m > a ? m : a;
     }
-    const float largest = most(m), f = 127 / largest, shift = 12582912.f;  // 1.5 * 2^23: the lowest bits are a whole number
+    const float largest = most_bits(m), f = 127 / largest, shift = 12582912.f;  // 1.5 * 2^23: the lowest bits are a whole number
     vf total[2] = {};
     for (int j = 0; j < 32 / W; j++) {
         const vf y = multiply_add(v[j], all(f), all(shift));
@@ -40,24 +60,26 @@ static inline float round_group(const T* x, uint8_t* bytes, int32_t (&sums)[2]) 
         memcpy(bytes + j * W, &b, W);
         total[j * W / 16] += y - shift;
     }
-    for (int i = 0; i < 2; i++) sums[i] = sum(total[i]);
-    return largest / 127 + sum(odd);
+    sum_both(total, sums);
+    return largest / 127 + (largest - largest);  // NaN, for a NaN or an infinity
 }
 
 constexpr int QR = W == 16 ? 6 : 1;  // rows multiplied together
 // Rows of K numbers in 8 bits, in blocks. Of a block of m rows: bytes [K / 4][m][4]; scales [K / 32][m]; and minus 8 times the
-// sums of 32 and of 16 neighbours, [K / 32][m] and [K / 16][m]. For tiles: bytes [m][K], and in fp32 what the sums of 32 and of
-// 16 are worth.
+// sums of 32 and of 16 neighbours, [K / 32][m] and [K / 16][m]; and in fp32 what the sums of 32 are worth, [K / 32][m]. For
+// tiles: bytes [m][K], and what the sums of 32 and of 16 are worth in the place of sums.
 struct Rounded {
     uint8_t* bytes;
     float* scales;
     int32_t *sums, *halves;
-    static i64 room(i64 rows, i64 K) { return rows * (K + K / 2); }  // in bytes
+    float* worths;
+    static i64 room(i64 rows, i64 K) { return rows * (K + K / 8 * 5); }  // in bytes
     Rounded(void* at, i64 rows, i64 K)
         : bytes((uint8_t*)at),
           scales((float*)(bytes + rows * K)),
           sums((int32_t*)scales + rows * K / 32),
-          halves(sums + rows * K / 32) {}
+          halves(sums + rows * K / 32),
+          worths((float*)halves + rows * K / 16) {}
 };
 template <class T>
 static void round_block(const T* x, const Rounded& to, i64 r, i64 m, i64 K, bool tiled) {  // rows r to r + m
@@ -75,6 +97,7 @@ static void round_block(const T* x, const Rounded& to, i64 r, i64 m, i64 K, bool
                 tiled ? (void)memcpy(&to, &worth, sizeof to) : (void)(to = -8 * total);
             };
             put(sums[g * m + i], s[0] + s[1]);
+            to.worths[r * n + g * m + i] = scales[g * m + i] * (float)(s[0] + s[1]);
             for (int j = 0; j < 2; j++) put(halves[(2 * g + j) * m + i], s[j]);
         }
         if (!tiled)
@@ -112,8 +135,9 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
     const uint8_t* bytes = x.bytes + r * K;
     const float* scales = x.scales + r * K / 32;
     const int32_t* sums = G == 32 ? x.sums + r * K / 32 : x.halves + r * K / 16;
+    const float* worths = x.worths + r * K / 32;
     i64 due = 0;
-    for (i64 g = 0; g < n; g++, sums += M) {
+    for (i64 g = 0; g < n; g++, sums += M, worths += M) {
         for (due += lines; due >= n; due -= n, soon += 64) __builtin_prefetch(soon, 0, 2);
         if (M <= FEW && !soon) fetch_ahead(from, f.bytes());
         vi t[M][NV];
@@ -141,7 +165,7 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
             for (int i = 0; i < M; i++) s[i][j] = multiply_add(__builtin_convertvector(t[i][j], vf), scale * scales[i], s[i][j]);
             if (!f.offsets) continue;
             vf offset = some_scales(from, f, NR + j * W);
-            for (int i = 0; i < M; i++) s[i][j] = multiply_add(offset, all(scales[i] * (sums[i] * -.125f)), s[i][j]);
+            for (int i = 0; i < M; i++) s[i][j] = multiply_add(offset, all(worths[i]), s[i][j]);
         }
         from += f.bytes();
         if (G == 32 || g % 2) scales += M;
