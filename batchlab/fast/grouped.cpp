@@ -35,19 +35,23 @@ static const Form FORMS[] = {
 // The groups of a panel, one behind the other
 struct Walk {
     const Form& f;
-    const i64 groups, ahead, size;    // in a block; bytes of its scales, and of a group's numbers
-    const uint8_t *scales, *numbers;  // of the block; of the group
-    i64 g = 0;                        // which of the block it is
+    const i64 groups, ahead, size, share;  // in a block; bytes of its scales, of a group's numbers, and of a block for each group
+    const uint8_t *scales, *numbers, *line;  // of the block; of the group; what is fetched goes by even shares
+    i64 g = 0;                               // which of the block it is
     Walk(const uint8_t* from, const Form& f)
-        : f(f), groups(f.groups()), ahead(f.scales()), size(f.numbers()), scales(from), numbers(from + ahead) {}
+        : f(f),
+          groups(f.groups()),
+          ahead(f.scales()),
+          size(f.numbers()),
+          share(f.bytes() / groups),
+          scales(from),
+          numbers(from + ahead),
+          line(from) {}
     inline void next() {
-        numbers += size;
+        numbers += size, line += share;
         if (++g == groups) g = 0, scales = numbers, numbers += ahead;
     }
-    inline void fetch() const {
-        fetch_ahead(numbers, size);
-        if (!g) fetch_ahead(scales, ahead);
-    }
+    __attribute__((always_inline)) inline void fetch() const { fetch_ahead(line, share); }
 };
 // Where number k of output o is among the numbers of a group, counted in half bytes, if these have 4 bits; else in bytes, once
 // they have 8
@@ -330,17 +334,23 @@ static inline vf load(const fp16* p) {
     return v;
 #endif
 }
+static inline vf load(const int8_t* p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = p[i];
+    return v;
+#endif
+}
 // The scales (j = 0) or offsets (1) of a group, of W outputs from o on
 static inline vf scales_of(const Walk& at, i64 j, i64 o) {
-    typedef int8_t vc __attribute__((vector_size(W)));
     const Form& f = at.f;
     o += j * NR;
     if (f.wide) return load((const float*)at.scales + o);
     const vf v = load((const fp16*)at.scales + o);
     if (at.groups == 1) return v;
-    vc by;
-    memcpy(&by, at.scales + (2 + at.g) * (f.offsets ? 2 : 1) * NR + o, sizeof by);
-    const vf scaled = v * __builtin_convertvector(__builtin_convertvector(by, vi), vf);
+    const vf scaled = v * load((const int8_t*)at.scales + (2 + at.g) * (f.offsets ? 2 : 1) * NR + o);
     return j ? -scaled : scaled;
 }
 #ifdef __AVX512F__
@@ -402,7 +412,7 @@ struct Expander {
                 if (BITS == 4)  // the lower 4 bits of each lane choose
                     x = _mm512_permutexvar_ps(_mm512_srli_epi32(four[o], 4 * j), (__m512)table);
                 else {
-                    x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+                    x = (__m512)load((const int8_t*)from);
                     from += 16;
                 }
                 v[o] = (vf)_mm512_fmadd_ps((__m512)a[o], x, (__m512)b[o]);
