@@ -97,7 +97,8 @@ def test_products_have_the_bits_of_those_by_plain_numbers(forms, dtype):
         assert mine.sizes == plain.sizes
         assert mine.panels._length_ == -(-sum(n for _, n in kinds) // 32)
         if len(forms) == 1:
-            assert mine.weights[0][1] >= 0 and (sizes[0] < 96 or mine.nbytes < plain.nbytes)
+            full = sizes[0] == 96
+            assert mine.weights[0][1] >= 0 and (not full or mine.nbytes < 1.03 * weights[0].nbytes)
         for rows in (0, 1, 2, 4, 8, 11, 12, 13, 16, 17, 23, 32, 33, 64, 65, 128, 129, 300):
             x = draw(rows, K)
             assert torch.equal(mine(x), plain(x)), (sizes, K, rows)
@@ -118,9 +119,9 @@ def test_the_kernels_read_blocks_as_torch_does(form, dtype):
     assert torch.equal(plain, numbers_of(weight.raw, form, dtype)[weight.order])
     for at in (slice(None), slice(3, 40), torch.tensor([69, 0, 0]), slice(0, 0)):
         assert torch.equal(dequantize_blocks(kernels, weight, at), plain[at])
-    groups = Groups(*weight.groups())
-    panels = pack_groups(groups, group_form_of(groups), kernels, dtype)
-    assert torch.equal(pack_blocks([weight], kernels, dtype), panels)
+    panels, (_, kind) = pack_blocks([weight], kernels, dtype), B.BLOCKS[form]
+    table, one = panel_table([(panels, kind.index)]), torch.eye(512, dtype=dtype)
+    assert torch.equal(grouped_product(kernels, one, table, None, 70).T, plain)
 
 
 def kept_rows(model):

@@ -10,9 +10,7 @@ from batchlab.fast.grouped import (
     BLOCKS,
     GROUP_FORMS,
     Groups,
-    group_form_of,
     pack_blocks,
-    pack_groups,
 )
 from batchlab.fast.int8 import Int8Linear
 from batchlab.fast.kernels import load_kernels
@@ -59,17 +57,12 @@ def test_products_are_those_of_rounded_activations(form, dtype):
 
 @pytest.mark.parametrize("form", G.QUANT_TYPES)
 def test_panels_are_packed_from_the_bytes_of_a_file(form, monkeypatch):
-    "Those of the numbers, to the byte, and no tensor of the numbers is made on the way."
+    "Those of one weight with all rows, to the byte; no tensor of the numbers is made on the way."
     kernels = load_kernels()
     weights = [random_weight(form, n, torch.float32) for n in (64, 32, 6)]
-    groups = [Groups(*w.groups()) for w in weights]
-    kind = group_form_of(groups[0])
-    names = "numbers", "scales", "offsets"
-    joined = {k: [getattr(g, k) for g in groups if getattr(g, k) is not None] for k in names}
-    all_of_it = groups[0]._replace(**{k: torch.cat(t) for k, t in joined.items() if t})
-    want = pack_groups(all_of_it, kind, kernels, torch.float32, kernel="pack_quads")
-    blocks = pack_blocks(weights, kernels, torch.float32, kernel="pack_quad_blocks")
-    assert torch.equal(blocks, want)
+    raw, (_, kind) = torch.cat([w.raw[w.order] for w in weights]), BLOCKS[form]
+    joined = G.GroupedTensor(G.Blocks(raw, form), torch.float32)
+    want = pack_blocks([joined], kernels, torch.float32, kernel="pack_quad_blocks")
     monkeypatch.setattr(G, "split", raising(AssertionError("it was taken apart")))
     for make in (W4A8Linear, W4A8Head):
         apart = make(*map(linear_of, weights), kernels=kernels)
@@ -183,8 +176,9 @@ def test_inputs_that_fill_no_groups_are_refused():
 def test_wrong_kernels_are_noticed():
     kernels = load_kernels()
 
+    apart = [f for f in GROUP_FORMS if f.block == f.group]  # the others are of blocks only
     found = [*quads_right(kernels)]
-    assert all(found) and len(found) == 2 * len(GROUP_FORMS) + len(BLOCKS)
+    assert all(found) and len(found) == 2 * len(apart) + len(BLOCKS)
 
     def checks(name, change):
         "What is found of kernels of which `name` is called otherwise."

@@ -18,61 +18,150 @@ struct fp16 {
     memcpy(&f, &u, 4);
     return f;
 }
-// How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets if there are some; then the numbers,
-// of which those of 4 bits are stored plus `zero`
+// How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets if there are some, for each `block`
+// of numbers; if this has several groups, then a byte of each output for each group, by which its scale is multiplied, and one
+// for the offset. Then come the numbers of its groups, those of less than 8 bits plus `zero`
 struct Form {
-    i64 bits, group, zero, wide, offsets;
-    i64 scales() const { return NR * (wide ? 4 : 2) * (offsets ? 2 : 1); }
-    i64 bytes() const { return scales() + NR * group * bits / 8; }
+    i64 bits, group, zero, wide, offsets, block;
+    i64 groups() const { return block / group; }
+    i64 scales() const { return NR * ((wide ? 4 : 2) + (groups() > 1 ? groups() : 0)) * (offsets ? 2 : 1); }
+    i64 numbers() const { return NR * group * bits / 8; }
+    i64 bytes() const { return scales() + groups() * numbers(); }
 };
 static const Form FORMS[] = {
-    {4, 32, 8, 0, 0}, {4, 32, 0, 0, 1}, {4, 32, 0, 1, 1}, {8, 32, 0, 0, 0},
-    {8, 32, 0, 0, 1}, {8, 32, 0, 1, 1}, {8, 16, 0, 1, 0}, {8, 32, 0, 1, 0},
+    {4, 32, 8, 0, 0, 32},  {4, 32, 0, 0, 1, 32}, {4, 32, 0, 1, 1, 32},  {8, 32, 0, 0, 0, 32},  {8, 32, 0, 1, 0, 32},
+    {5, 32, 16, 0, 0, 32}, {5, 32, 0, 0, 1, 32}, {4, 32, 0, 0, 1, 256}, {5, 32, 0, 0, 1, 256}, {6, 16, 32, 0, 0, 256},
 };
-// Where number k of output o is among the numbers of a group, counted in bits / 8 bytes
+// The groups of a panel, one behind the other
+struct Walk {
+    const Form& f;
+    const i64 groups, ahead, size, share;  // in a block; bytes of its scales, of a group's numbers, and of a block for each group
+    const uint8_t *scales, *numbers, *line;  // of the block; of the group; what is fetched goes by even shares
+    i64 g = 0;                               // which of the block it is
+    Walk(const uint8_t* from, const Form& f)
+        : f(f),
+          groups(f.groups()),
+          ahead(f.scales()),
+          size(f.numbers()),
+          share(f.bytes() / groups),
+          scales(from),
+          numbers(from + ahead),
+          line(from) {}
+    inline void next() {
+        numbers += size, line += share;
+        if (++g == groups) g = 0, scales = numbers, numbers += ahead;
+    }
+    __attribute__((always_inline)) inline void fetch() const { fetch_ahead(line, share); }
+};
+// Where number k of output o is among the numbers of a group, counted in half bytes, if these have 4 bits; else in bytes, once
+// they have 8
 static inline i64 number_at(const Form& f, i64 o, i64 k) {
     const i64 lane = o % 8 * 2 + k % 2, eight = o / 8;
-    return f.bits == 8 ? (k / 2 * 4 + eight) * 16 + lane : ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2;
+    return f.bits == 4 ? ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2 : (k / 2 * 4 + eight) * 16 + lane;
 }
 
 static inline uint64_t squeeze(uint64_t x) {  // numbers of 4 bits in bytes 0, 2, 4 and 6, in 16 bits
     x &= 0x000f000f000f000f, x = (x | x >> 12) & 0x000000ff000000ff;
     return (x | x >> 24) & 0xffff;
 }
-// The numbers x of a group of output o, those of 4 bits not negative, among the numbers q of its panel
-template <int GROUP>
-static inline void put_group(i64 bits, i64 o, const int8_t* x, uint8_t* q) {
-    if (bits == 8) {
-        for (int k = 0; k < GROUP; k += 2) memcpy(q + o * 2 + k * 32, x + k, 2);
-        return;
+// An order of numbers: put(form, o, x, q) puts the numbers x of a group of output o among the numbers q of its panel. Those of
+// `FLAT` bits are then as they stay, others are bytes, see `put_planes`
+struct Pairs {
+    static constexpr i64 FLAT = 4;
+    static inline void put(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
+        if (f.bits != FLAT) {
+            for (i64 k = 0; k < f.group; k += 2) memcpy(q + o * 2 + k * NR, x + k, 2);
+            return;
+        }
+        for (i64 k = 0; k < f.group; k += 16) {
+            uint64_t a, b;
+            memcpy(&a, x + k, 8), memcpy(&b, x + k + 8, 8);
+            const uint64_t woven = squeeze(a) | squeeze(b) << 16 | squeeze(a >> 8) << 32 | squeeze(b >> 8) << 48;
+            memcpy(q + o * 8 + k * 16, &woven, 8);
+        }
     }
-    for (int k = 0; k < GROUP; k += 16) {
-        uint64_t a, b;
-        memcpy(&a, x + k, 8), memcpy(&b, x + k + 8, 8);
-        const uint64_t woven = squeeze(a) | squeeze(b) << 16 | squeeze(a >> 8) << 32 | squeeze(b >> 8) << 48;
-        memcpy(q + o * 8 + k * 16, &woven, 8);
-    }
-}
-static inline void put_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
-    f.group == 16 ? put_group<16>(f.bits, o, x, q) : put_group<32>(f.bits, o, x, q);
-}
+};
 #ifdef TILES
-// As `put_row`, for a matrix unit: of each 32 numbers of 4 bits, the k-th of an output and the 8th, 16th and 24th behind it are
+// As `Pairs`, for a matrix unit: of each 32 numbers of 4 bits, the k-th of an output and the 8th, 16th and 24th behind it are
 // 16 bits, and the outputs' 16 bytes lie one behind the other
-static inline void put_tile_row(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
-    if (f.bits == 8) return put_row(f, o, x, q);
-    for (i64 k = 0; k < f.group; k += 32, x += 32, q += 16 * NR) {
+struct TilePairs : Pairs {
+    static inline void put(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
+        if (f.bits != FLAT) return Pairs::put(f, o, x, q);
         uint64_t eight[4];
         memcpy(eight, x, 32);
         const __m128i low = _mm_cvtsi64_si128(eight[0] | eight[1] << 4), high = _mm_cvtsi64_si128(eight[2] | eight[3] << 4);
         _mm_storeu_si128((__m128i*)(q + 16 * o), _mm_unpacklo_epi8(low, high));
     }
-}
+};
 #endif
-typedef void (*Put)(const Form& f, i64 o, const int8_t* x, uint8_t* q);  // `put_row`, or what has another order
+
+// A group's numbers of 4, 5 or 6 bits, x in bytes, as q: a line is 4 NR bytes, and of each two lines the lower 4 bits share one.
+// Then one line has the upper bits of all
+static inline void put_planes(const Form& f, const uint8_t* x, uint8_t* q) {
+    constexpr i64 L = 4 * NR;
+    const i64 n = f.group / 4, high = f.bits - 4;
+    for (i64 r = 0; r < n; r += 2, q += L)
+        for (i64 i = 0; i < L; i++) q[i] = (x[r * L + i] & 15) | x[(r + 1) * L + i] << 4;
+    if (high) memset(q, 0, L);
+    for (i64 r = 0; high && r < n; r++)
+        for (i64 i = 0; i < L; i++) q[i] |= x[r * L + i] >> 4 << high * r;
+}
+template <int BITS>
+constexpr int GROUP = BITS == 6 ? 16 : 32;
+// Vector j of line r of a group's numbers, in bytes again
+template <int BITS>
+static inline vu line_of(const uint8_t* q, int r, int j) {
+    vu v, h;
+    q += j * sizeof v;
+    memcpy(&v, q + (BITS == 8 ? r : r / 2) * 4 * NR, sizeof v);
+    if constexpr (BITS == 8) return v;
+    v = v >> r % 2 * 4 & 0x0f0f0f0f;
+    if constexpr (BITS > 4) {
+        constexpr int HIGH = BITS - 4;
+        constexpr uint32_t MASK = ((1 << HIGH) - 1) * 0x10101010u;
+        memcpy(&h, q + GROUP<BITS> * NR / 2, sizeof h);
+        const int by = HIGH * r - 4;
+        v |= (by < 0 ? h << -by : h >> by) & MASK;
+    }
+    return v;
+}
+// call(bits), as a constant
+template <class F>
+static inline void by_bits(i64 bits, F call) {
+    if (bits == 4) return call(std::integral_constant<int, 4>());
+    if (bits == 5) return call(std::integral_constant<int, 5>());
+    if (bits == 6) return call(std::integral_constant<int, 6>());
+    call(std::integral_constant<int, 8>());
+}
+// A group's numbers in bytes, less `zero`
+static void widen(i64 bits, const uint8_t* q, uint8_t zero, uint8_t* to) {
+    typedef uint8_t vb __attribute__((vector_size(4 * W)));
+    by_bits(bits, [=](auto bits) {
+#pragma GCC unroll 8
+        for (int r = 0; r < GROUP<bits> / 4; r++)
+            for (int j = 0; j < NV; j++) {
+                const vb v = (vb)line_of<bits>(q, r, j) - zero;
+                memcpy(to + r * 4 * NR + j * sizeof v, &v, sizeof v);
+            }
+    });
+}
+
+// Fills the numbers of a block of a panel; row(o) is where those of output o are, of `count`
+template <class ORDER, class F>
+static inline void put_numbers(const Form& f, uint8_t* to, i64 count, F row) {
+    alignas(64) uint8_t bytes[256 * NR];
+    const bool planes = f.bits < 8 && f.bits != ORDER::FLAT;
+    const i64 size = planes ? NR * f.group : f.numbers();
+    if (planes && count < NR) memset(bytes, 0, NR * f.block);
+    for (i64 o = 0; o < count; o++) {
+        const int8_t* x = row(o);
+        for (i64 g = 0; g < f.groups(); g++) ORDER::put(f, o, x + g * f.group, (planes ? bytes : to) + g * size);
+    }
+    for (i64 g = 0; planes && g < f.groups(); g++) put_planes(f, bytes + g * size, to + g * f.numbers());
+}
 
 // Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros
-template <Put PUT, class T>
+template <class ORDER, class T>
 static void panels_of_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, const Form& f) {
     const i64 n = K / f.group, size = f.wide ? 4 : 2;
 #pragma omp parallel for schedule(dynamic)
@@ -80,41 +169,40 @@ static void panels_of_groups(const int8_t* numbers, const T* scales, const T* of
         for (i64 g = 0; g < n; g++) {
             uint8_t* group = to + (p * n + g) * f.bytes();
             memset(group, 0, f.bytes());
-            for (i64 o = 0; o < NR && p * NR + o < N; o++) {
+            int8_t x[32];
+            put_numbers<ORDER>(f, group + f.scales(), std::min<i64>(NR, N - p * NR), [&](i64 o) {
                 const i64 r = p * NR + o;
-                int8_t x[32];
-                for (i64 k = 0; k < f.group; k++) x[k] = numbers[r * K + g * f.group + k] + f.zero;
                 memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
                 if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
-                PUT(f, o, x, group + f.scales());
-            }
+                for (i64 k = 0; k < f.group; k++) x[k] = numbers[r * K + g * f.group + k] + f.zero;
+                return x;
+            });
         }
 }
 template <class T>
 static void pack_groups(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
 #ifdef TILES
-    if (std::is_same_v<T, bf16> && tiles) return panels_of_groups<put_tile_row>(numbers, scales, offsets, to, N, K, FORMS[form]);
+    if (std::is_same_v<T, bf16> && tiles) return panels_of_groups<TilePairs>(numbers, scales, offsets, to, N, K, FORMS[form]);
 #endif
-    panels_of_groups<put_row>(numbers, scales, offsets, to, N, K, FORMS[form]);
+    panels_of_groups<Pairs>(numbers, scales, offsets, to, N, K, FORMS[form]);
 }
 EXPORT(pack_groups)
 
-// The formats of GGUF files: the bytes and the weights of a block, and the form of its groups
+// The formats of GGUF files: the bytes of a block, and the form of its groups
 struct Block {
     const char* name;
-    i64 bytes, weights, form;
+    i64 bytes, form;
 };
 static const Block BLOCKS[] = {
-    {"Q4_0", 18, 32, 0}, {"Q4_1", 20, 32, 1},   {"Q5_0", 22, 32, 3},   {"Q5_1", 24, 32, 4},
-    {"Q8_0", 34, 32, 3}, {"Q4_K", 144, 256, 2}, {"Q5_K", 176, 256, 5}, {"Q6_K", 210, 256, 6},
+    {"Q4_0", 18, 0}, {"Q4_1", 20, 1},  {"Q5_0", 22, 5},  {"Q5_1", 24, 6},
+    {"Q8_0", 34, 3}, {"Q4_K", 144, 7}, {"Q5_K", 176, 8}, {"Q6_K", 210, 9},
 };
-// A block, taken apart: its whole numbers, and the scales and offsets of its groups in the type of the form
+// A block, taken apart: its whole numbers, as they are stored; its scale and offset; and by what they are multiplied for each
+// group
 struct Unpacked {
     int8_t x[256];
-    union {
-        uint16_t half[2][16];
-        float wide[2][16];
-    };
+    uint16_t half[2];
+    int8_t by[2][16];
 };
 static inline void nibbles(const uint8_t* q, int8_t* x, i64 n) {  // the lower halves of n bytes, then the upper ones
     for (i64 i = 0; i < n; i++) x[i] = q[i] & 15, x[n + i] = q[i] >> 4;
@@ -129,15 +217,12 @@ static inline void high_bits(const uint8_t* h, int8_t* x) {  // of each of 32 by
     for (int j = 0; j < 8 / BITS; j++)
         for (int i = 0; i < 32; i++) x[32 * j + i] |= (h[i] >> BITS * j & ((1 << BITS) - 1)) << 4;
 }
-static inline void subtract(int8_t* x, i64 n, int8_t y) {
-    for (i64 i = 0; i < n; i++) x[i] -= y;
-}
 static inline void k_scales(const uint8_t* b, Unpacked& u) {  // of 8 groups: 6 bits of each are in 12 bytes
-    const float scale = one((const fp16*)b), offset = one((const fp16*)b + 1);
     const uint8_t *low = b + 4, *mid = b + 8, *high = b + 12;
+    memcpy(u.half, b, 4);
     for (int i = 0; i < 4; i++) {
-        u.wide[0][i] = scale * (low[i] & 63), u.wide[0][i + 4] = scale * ((high[i] & 15) | (low[i] >> 2 & 48));
-        u.wide[1][i] = -(offset * (mid[i] & 63)), u.wide[1][i + 4] = -(offset * (high[i] >> 4 | (mid[i] >> 2 & 48)));
+        u.by[0][i] = low[i] & 63, u.by[0][i + 4] = (high[i] & 15) | (low[i] >> 2 & 48);
+        u.by[1][i] = mid[i] & 63, u.by[1][i + 4] = high[i] >> 4 | (mid[i] >> 2 & 48);
     }
 }
 static inline void unpack_k(i64 kind, const uint8_t* b, Unpacked& u) {  // of blocks of 256
@@ -146,8 +231,8 @@ static inline void unpack_k(i64 kind, const uint8_t* b, Unpacked& u) {  // of bl
             nibbles(b + 64 * j, u.x + 128 * j, 64);
             high_bits<2>(b + 128 + 32 * j, u.x + 128 * j);
         }
-        for (int g = 0; g < 16; g++) u.wide[0][g] = one((const fp16*)(b + 208)) * (int8_t)b[192 + g];
-        return subtract(u.x, 256, 32);
+        memcpy(u.by, b + 192, 16), memcpy(u.half, b + 208, 2);
+        return;
     }
     k_scales(b, u);
     for (int j = 0; j < 4; j++) nibbles(b + (kind == 5 ? 16 : 48) + 32 * j, u.x + 64 * j, 32);
@@ -156,9 +241,8 @@ static inline void unpack_k(i64 kind, const uint8_t* b, Unpacked& u) {  // of bl
 
 static inline void unpack(i64 kind, const uint8_t* b, Unpacked& u) {
     if (kind > 4) return unpack_k(kind, b, u);
-    const bool offsets = kind == 1 || kind == 3;
-    memcpy(u.half[0], b, 2), b += 2;
-    if (offsets) memcpy(u.half[1], b, 2), b += 2;
+    const i64 size = kind == 1 || kind == 3 ? 4 : 2;
+    memcpy(u.half, b, size), b += size;
     if (kind == 4) {
         memcpy(u.x, b, 32);
         return;
@@ -166,35 +250,31 @@ static inline void unpack(i64 kind, const uint8_t* b, Unpacked& u) {
     const bool five = kind > 1;
     nibbles(five ? b + 4 : b, u.x, 16);
     if (five) fifth_bits(b, u.x);
-    if (kind == 2) subtract(u.x, 32, 16);
 }
-template <Put PUT>
+template <class ORDER>
 static void pack_panel(const i64* rows, uint8_t* to, i64 count, i64 K, i64 kind) {  // of so many rows
     const Block z = BLOCKS[kind];
     const Form f = FORMS[z.form];
-    const i64 size = f.wide ? 4 : 2, groups = z.weights / f.group;
-    if (count < NR) memset(to, 0, K / f.group * f.bytes());
+    const i64 parts = 1 + f.offsets, groups = f.groups() > 1 ? f.groups() : 0;
+    if (count < NR) memset(to, 0, K / f.block * f.bytes());
     Unpacked u;
-    for (i64 i = 0; i < K / z.weights; i++)
-        for (i64 o = 0; o < count; o++) {
+    for (i64 i = 0; i < K / f.block; i++, to += f.bytes())
+        put_numbers<ORDER>(f, to + f.scales(), count, [&](i64 o) {
             unpack(kind, (const uint8_t*)rows[o] + i * z.bytes, u);
-            for (i64 g = 0; g < groups; g++) {
-                uint8_t* group = to + (i * groups + g) * f.bytes();
-                for (i64 j = 0; j < 1 + f.offsets; j++) {
-                    const void* from = f.wide ? (const void*)(u.wide[j] + g) : u.half[j] + g;
-                    memcpy(group + (j * NR + o) * size, from, size);
-                }
-                PUT(f, o, u.x + g * f.group, group + f.scales());
+            for (i64 j = 0; j < parts; j++) {
+                memcpy(to + (j * NR + o) * 2, u.half + j, 2);
+                for (i64 g = 0; g < groups; g++) to[((2 + g) * parts + j) * NR + o] = u.by[j][g];
             }
-        }
+            return u.x;
+        });
 }
 
 // rows: where each of N rows of K weights in blocks of this kind lies; `to`: panels, of which the last is filled up with zeros.
 // With `changed` only those are written that are others than what is there, and counted
-template <Put PUT>
+template <class ORDER>
 static void panels_of_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
     const Form f = FORMS[BLOCKS[kind].form];
-    const i64 bytes = K / f.group * f.bytes();
+    const i64 bytes = K / f.block * f.bytes();
     i64 others = 0;
 #pragma omp parallel for schedule(dynamic) reduction(+ : others)
     for (i64 p = 0; p < (N + NR - 1) / NR; p++) {
@@ -202,7 +282,7 @@ static void panels_of_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, 
         uint8_t* panel = to + p * bytes;
         if (changed) room.resize(bytes);
         uint8_t* packed = changed ? room.data() : panel;
-        pack_panel<PUT>(rows + p * NR, packed, std::min<i64>(NR, N - p * NR), K, kind);
+        pack_panel<ORDER>(rows + p * NR, packed, std::min<i64>(NR, N - p * NR), K, kind);
         if (changed && memcmp(panel, packed, bytes)) memcpy(panel, packed, bytes), others++;
     }
     if (changed) *changed = others;
@@ -210,9 +290,9 @@ static void panels_of_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, 
 template <class T>
 static void pack_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
 #ifdef TILES
-    if (std::is_same_v<T, bf16> && tiles) return panels_of_blocks<put_tile_row>(rows, to, changed, N, K, kind);
+    if (std::is_same_v<T, bf16> && tiles) return panels_of_blocks<TilePairs>(rows, to, changed, N, K, kind);
 #endif
-    panels_of_blocks<put_row>(rows, to, changed, N, K, kind);
+    panels_of_blocks<Pairs>(rows, to, changed, N, K, kind);
 }
 EXPORT(pack_blocks)
 
@@ -229,12 +309,12 @@ static void dequantize_blocks(const i64* rows, T* to, i64 N, i64 K, i64 kind) {
 #pragma omp parallel for if (N * K > 100000)
     for (i64 r = 0; r < N; r++) {
         Unpacked u;
-        for (i64 i = 0; i < K / z.weights; i++) {
+        for (i64 i = 0; i < K / f.block; i++) {
             unpack(kind, (const uint8_t*)rows[r] + i * z.bytes, u);
-            for (i64 g = 0; g < z.weights / f.group; g++) {
-                const auto at = [&](int j) { return f.wide ? u.wide[j][g] : one((const fp16*)u.half[j] + g); };
-                const float scale = at(0), offset = f.offsets ? at(1) : -0.f;
-                T* at_group = to + r * K + i * z.weights + g * f.group;
+            for (i64 g = 0; g < f.groups(); g++) {
+                const auto at = [&](int j) { return one((const fp16*)u.half + j) * (f.groups() > 1 ? u.by[j][g] : 1); };
+                const float scale = at(0), offset = !f.offsets ? -0.f : f.groups() > 1 ? -at(1) : at(1);
+                T* at_group = to + r * K + i * f.block + g * f.group;
                 if (f.group == 32)
                     scale_group<32>(u.x + g * 32, f.zero, scale, offset, at_group);
                 else
@@ -245,36 +325,65 @@ static void dequantize_blocks(const i64* rows, T* to, i64 N, i64 K, i64 kind) {
 }
 EXPORT(dequantize_blocks)
 
+static inline vf load(const fp16* p) {
 #ifdef __AVX512F__
-static inline vf load(const fp16* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-static inline vf twice(const float* p) {  // p[0], p[0], p[1], p[1], ...
-    const __m512i at = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    return (vf)_mm512_permutexvar_ps(at, _mm512_castps256_ps512(_mm256_loadu_ps(p)));
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = one(p + i);
+    return v;
+#endif
 }
-static inline vf twice(const fp16* p) {
-    const __m128i x = _mm_loadu_si128((const __m128i*)p), low = _mm_unpacklo_epi16(x, x), high = _mm_unpackhi_epi16(x, x);
-    return (vf)_mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
+static inline vf load(const int8_t* p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = p[i];
+    return v;
+#endif
 }
-template <class S>
-static inline void read_scales(const uint8_t* from, const Form& f, vf (&a)[4], vf (&b)[4]) {  // of 8 outputs in each
-    for (int o = 0; o < 4; o++) {
-        a[o] = twice((const S*)from + 8 * o);
-        if (f.offsets) b[o] = twice((const S*)from + NR + 8 * o);
-    }
+// The scales (j = 0) or offsets (1) of a group, of W outputs from o on
+static inline vf scales_of(const Walk& at, i64 j, i64 o) {
+    const Form& f = at.f;
+    o += j * NR;
+    if (f.wide) return load((const float*)at.scales + o);
+    const vf v = load((const fp16*)at.scales + o);
+    if (at.groups == 1) return v;
+    const vf scaled = v * load((const int8_t*)at.scales + (2 + at.g) * (f.offsets ? 2 : 1) * NR + o);
+    return j ? -scaled : scaled;
+}
+#ifdef __AVX512F__
+static inline void read_scales(const Walk& at, vf (&a)[4], vf (&b)[4]) {  // each twice: of 8 outputs in each vector
+    const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const auto twice = [&](vf(&to)[4], i64 j) {
+        for (int o = 0; o < 4; o += 2) {
+            const __m512 x = (__m512)scales_of(at, j, 8 * o);
+            to[o] = (vf)_mm512_permutexvar_ps(low, x), to[o + 1] = (vf)_mm512_permutexvar_ps(high, x);
+        }
+    };
+    twice(a, 0);
+    if (at.f.offsets) twice(b, 1);
 }
 #endif
 
 #ifdef __AVX512F__
-// The numbers of a panel, of which the k-th is the next
+// The numbers of a panel, of which the k-th is the next. BITS: 4, or 8 for all others
 template <int BITS>
 struct Expander {
-    const uint8_t* from;
-    const Form& f;
+    Walk at;
+    const uint8_t* from = nullptr;
+    uint8_t* const room;  // for numbers that are not in bytes yet
     i64 k = 0;
     vf table, a[4], b[4];
-    Expander(const uint8_t* from, const Form& f) : from(from), f(f) {
+    Expander(const uint8_t* from, const Form& f) : at(from, f), room(group_room()) {
         for (auto& v : b) v = all(-0.f);
         for (int i = 0; i < 16; i++) table[i] = i - f.zero;
+    }
+    static uint8_t* group_room() {
+        alignas(64) static thread_local uint8_t room[32 * NR];
+        return room;
     }
     // Calls put(v) for numbers k and k + 1 of all outputs, k ascending, up to `end`, a multiple of 16: v[o] has outputs 8 o to
     // 8 o + 7, for each the k-th and the next
@@ -282,14 +391,16 @@ struct Expander {
     inline void to(i64 end, F put) {
         for (; k < end; k += 16) some(put);
     }
+    inline void begin_group() {
+        at.fetch();
+        read_scales(at, a, b);
+        from = at.numbers;
+        if (BITS == 8 && at.f.bits < 8) widen(at.f.bits, from, at.f.zero, room), from = room;
+        at.next();
+    }
     template <class F>
     inline void some(F put) {
-        if (k % f.group == 0) {
-            fetch_ahead(from, f.scales());
-            f.wide ? read_scales<float>(from, f, a, b) : read_scales<fp16>(from, f, a, b);
-            from += f.scales();
-        }
-        fetch_ahead(from, 16 * NR * BITS / 8);
+        if (k % at.f.group == 0) begin_group();
         __m512i four[4];
         if (BITS == 4)
             for (int o = 0; o < 4; o++, from += 64) four[o] = _mm512_loadu_si512(from);
@@ -301,7 +412,7 @@ struct Expander {
                 if (BITS == 4)  // the lower 4 bits of each lane choose
                     x = _mm512_permutexvar_ps(_mm512_srli_epi32(four[o], 4 * j), (__m512)table);
                 else {
-                    x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+                    x = (__m512)load((const int8_t*)from);
                     from += 16;
                 }
                 v[o] = (vf)_mm512_fmadd_ps((__m512)a[o], x, (__m512)b[o]);
@@ -337,24 +448,25 @@ static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
     f.bits == 4 ? Expander<4>(from, f).to(K, put) : Expander<8>(from, f).to(K, put);
 }
 #else
-static inline float scale_at(const uint8_t* from, const Form& f, i64 i) {
-    return f.wide ? one((const float*)from + i) : one((const fp16*)from + i);
-}
 template <class T>
 static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
-    float x[2 * NR];
-    for (i64 g = 0; g < K / f.group; g++, from += f.bytes())
+    float a[NR], b[NR], x[2 * NR];
+    uint8_t bytes[32 * NR];
+    Walk at(from, f);
+    for (i64 g = 0; g < K / f.group; g++, at.next()) {
+        for (i64 o = 0; o < NR; o += W)
+            store(a + o, scales_of(at, 0, o)), store(b + o, f.offsets ? scales_of(at, 1, o) : all(-0.f));
+        if (f.bits != 4) widen(f.bits, at.numbers, f.zero, bytes);
         for (i64 k = 0; k < f.group; k += 2, to += 2 * NR) {
             for (i64 o = 0; o < NR; o++)
                 for (i64 i = 0; i < 2; i++) {
-                    const i64 at = number_at(f, o, k + i);
-                    const uint8_t* q = from + f.scales();
-                    const int number = f.bits == 4 ? (int)(q[at / 2] >> at % 2 * 4 & 15) - (int)f.zero : (int8_t)q[at];
-                    const float scale = scale_at(from, f, o), offset = f.offsets ? scale_at(from, f, NR + o) : -0.f;
-                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = std::fma(scale, (float)number, offset);
+                    const i64 j = number_at(f, o, k + i);
+                    const int number = f.bits == 4 ? (at.numbers[j / 2] >> j % 2 * 4 & 15) - (int)f.zero : (int8_t)bytes[j];
+                    x[std::is_same_v<T, float> ? i * NR + o : 2 * o + i] = std::fma(a[o], (float)number, b[o]);
                 }
             for (i64 i = 0; i < 2 * NR; i += W) store(to + i, load(x + i));
         }
+    }
 }
 #endif
 
@@ -417,7 +529,7 @@ static void grouped_panel(const T* x, const Panel& panel, i64 p, const T* bias, 
         const Form& f = FORMS[panel.form];
         const auto* from = (const uint8_t*)panel.at;
         T* room = lines_of(own, NR * K);
-        b = room, bytes = K / f.group * f.bytes();
+        b = room, bytes = K / f.block * f.bytes();
 #ifdef __AVX512BF16__
         if constexpr (std::is_same_v<T, bf16>) {
             by_count<MR>(blocks.size(first), [&](auto m) {
@@ -460,42 +572,37 @@ static void tiled_panel(const bf16* x, E numbers, const bf16* bias, bf16* out, i
 #endif
 
 #ifdef TILES
-// The numbers of a panel that `put_tile_row` filled, 32 of each output at a time: one output's behind another's
+// The numbers of a panel that is in the order of `TilePairs`, 32 of each output at a time: one output's behind another's
 struct RowExpander {
-    const uint8_t* from;
-    const Form& f;
+    Walk at;
     vf numbers;
-    i64 k = 0, left = 0;              // numbers before, and of the group
+    i64 k = 0;                        // numbers before
     alignas(64) bf16 tables[NR][16];  // what the 16 numbers of 4 bits stand for, by output
-    RowExpander(const uint8_t* from, const Form& f) : from(from), f(f) {
+    RowExpander(const uint8_t* from, const Form& f) : at(from, f) {
         for (int i = 0; i < 16; i++) numbers[i] = i - f.zero;
     }
-    template <class S>
     inline void read_tables() {
         alignas(64) float a[NR], b[NR];
-        for (int o = 0; o < NR; o += W) {
-            const vf scale = load((const S*)from + o), added = f.offsets ? load((const S*)from + NR + o) : all(-0.f);
-            store(a + o, scale), store(b + o, added);
-        }
+        for (int o = 0; o < NR; o += W)
+            store(a + o, scales_of(at, 0, o)), store(b + o, at.f.offsets ? scales_of(at, 1, o) : all(-0.f));
         // a and b are then read from memory: repeating a register's number takes a permutation
         asm volatile("" : : : "memory");
         const auto line = [&](int o) { return (vf)_mm512_fmadd_ps(_mm512_set1_ps(a[o]), (__m512)numbers, _mm512_set1_ps(b[o])); };
         for (int o = 0; o < NR; o += 2) _mm512_store_si512(tables[o], rounded(line(o), line(o + 1)));
-        from += f.scales(), left = f.group;
     }
     inline void next(bf16* to) {  // 32 numbers
         const __m512i by = _mm512_inserti64x4(_mm512_set1_epi64(0), _mm256_set1_epi16(8), 1);
         const __m512i shifts = _mm512_add_epi16(by, _mm512_maskz_set1_epi64(0xcc, 0x0004000400040004));
-        if (!left) f.wide ? read_tables<float>() : read_tables<fp16>();
+        read_tables();
         // the lowest 5 bits of each lane choose: the table is there twice, so the fifth says nothing
 #pragma GCC unroll 4
         for (int o = 0; o < NR; o++) {
             const __m512i table = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)tables[o]));
-            const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(from + 16 * o)));
+            const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(at.numbers + 16 * o)));
             _mm512_store_si512(to + 32 * o, _mm512_permutexvar_epi16(_mm512_srlv_epi16(four, shifts), table));
         }
-        fetch_ahead(from, 16 * NR + f.scales());
-        k += 32, left -= 32, from += 16 * NR;
+        at.fetch(), at.next();
+        k += 32;
         asm volatile("" : : : "memory");  // tiles are loaded where the compiler does not see it
     }
 };
@@ -627,7 +734,7 @@ static void grouped_tiles(const bf16* x, const Panel* panels, const bf16* bias, 
         if (form < 0) {
             const auto* w = (const bf16*)at - p * NR * K;
             tile_panels(x, w, M, K, first, last, p, p + 1, no_sums, storing(bias, out, N), fetching(w, K));
-        } else if (const auto* from = (const uint8_t*)at; FORMS[form].bits == 8)
+        } else if (const auto* from = (const uint8_t*)at; FORMS[form].bits != 4)
             tiled_panel(x, Expander<8>(from, FORMS[form]), bias, out, p, M, N, K, first, last);
         else if (M > MOST_LEFT)
             tiled_panel(x, TurnedRows(from, FORMS[form]), bias, out, p, M, N, K, first, last);

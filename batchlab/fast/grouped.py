@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['GROUP_FORMS', 'BLOCKS', 'Groups', 'GroupForm', 'group_form_of', 'pack_groups', 'pack_blocks', 'dequantize_blocks',
            'in_blocks', 'panels_of', 'quick_rows', 'Panel', 'panel_table', 'grouped_product', 'groups_of',
-           'GroupedLinear', 'pack_linears', 'groups_right']
+           'GroupedLinear', 'pack_linears', 'random_blocks', 'groups_right']
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #8f562811
 import contextlib, ctypes, functools, re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,20 +52,22 @@ class GroupForm:
     scale: torch.dtype
     offsets: int  # whether there are some
     group: int
-    zero: int  # is added to a number of 4 bits
+    zero: int  # is added to a number of less than 8 bits
+    block: int  # numbers that share a scale of `scale`: several groups have a byte each beside it
 
     @property
     def nbytes(self) -> int:
-        "Of a group of a panel, 32 outputs."
+        "Of a block of a panel, 32 outputs."
         each = 2 if self.offsets else 1
-        return 32 * (self.scale.itemsize * each + self.group * self.bits // 8)
+        more = self.block // self.group if self.block > self.group else 0
+        return 32 * ((self.scale.itemsize + more) * each + self.block * self.bits // 8)
 
 
 [_TABLE] = re.findall(r"Form FORMS\[\] = {(.*?)};", SOURCE, re.S)
 GROUP_FORMS = [
-    GroupForm(i, bits, torch.float32 if wide else torch.float16, offsets, group=group, zero=zero)
+    GroupForm(i, bits, torch.float32 if wide else torch.float16, offsets, group, zero, block)
     for i, row in enumerate(re.findall(r"{([^}]*)}", _TABLE))
-    for bits, group, zero, wide, offsets in [map(int, row.split(","))]
+    for bits, group, zero, wide, offsets, block in [map(int, row.split(","))]
 ]
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #5b9dd5b4
@@ -73,8 +76,9 @@ def group_form_of(groups: Groups) -> GroupForm | None:
     (_, K), n = groups.numbers.shape, groups.scales.shape[1]
     if n == 0 or K % n:
         return None
-    want = groups.bits, K // n, groups.scales.dtype, groups.offsets is not None
-    return next((f for f in GROUP_FORMS if (f.bits, f.group, f.scale, f.offsets) == want), None)
+    want = groups.bits, K // n, K // n, groups.scales.dtype, groups.offsets is not None
+    of = lambda f: (f.bits, f.group, f.block, f.scale, f.offsets)
+    return next((f for f in GROUP_FORMS if of(f) == want), None)
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #1b7ec994
 def pack_groups(
@@ -104,7 +108,7 @@ def pack_groups(
 # %% ../../nbs/4_fast/23_four_bits.ipynb #four0b10
 BLOCKS = {
     name: (i, GROUP_FORMS[int(form)])
-    for i, (name, form) in enumerate(re.findall(r'{"(\w+)", \d+, \d+, (\d+)}', SOURCE))
+    for i, (name, form) in enumerate(re.findall(r'{"(\w+)", \d+, (\d+)}', SOURCE))
 }  # the formats of files: their number in the C++, and the form of their groups
 
 
@@ -140,7 +144,7 @@ def pack_blocks(
     rows = _block_rows(weights)
     K = weights[0].shape[1]
     (kind, form) = BLOCKS[weights[0].form]
-    shape = -(-len(rows) // 32), K // form.group, form.nbytes
+    shape = -(-len(rows) // 32), K // form.block, form.nbytes
     found = kept and kept.take(shape)
     changed = torch.zeros(1, dtype=torch.int64)
     panels = empty(shape, dtype=torch.uint8) if found is None else found
@@ -334,23 +338,28 @@ def pack_linears(
     return PackedLinear(*linears, kernels=kernels, empty=empty)
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #4ec7e6a3
-def groups_right(kernels: Kernels) -> Iterator[bool]:
-    "Whether products by groups of each form have the bits of those by the numbers that they are."
+def random_blocks(n: int) -> Iterator[Any]:
+    "A weight of `n` rows of random blocks of each format of files, fp32."
     gen = torch.Generator().manual_seed(0)
-    for form in GROUP_FORMS:
-        low = 0 if form.offsets and form.bits == 4 else -(2 ** (form.bits - 1))
-        whole = lambda *shape: torch.randint(low, low + 2**form.bits, shape, generator=gen)
-        K = -(-160 // form.group) * form.group
-        # a product with a scale is exact in fp32, as with those of files
-        scales, offsets = torch.randn(2, 70, K // form.group, generator=gen).half().to(form.scale)
-        numbers = whole(70, K).to(torch.int8)
-        added = offsets if form.offsets else None
-        groups = Groups(numbers, scales, added, form.bits)
-        for dtype in DTYPES:
-            packed = pack_groups(groups, form, kernels, dtype)
+    for name, size in re.findall(r'{"(\w+)", (\d+), \d+}', SOURCE):
+        of = BLOCKS[name][1].block
+        K = max(160, of)
+        raw = torch.randint(0, 256, (n, K // of * int(size)), generator=gen, dtype=torch.uint8)
+        about: Any = dict(form=name, order=None, shape=(n, K), dtype=torch.float32)
+        yield SimpleNamespace(raw=raw & 191, **about)  # no scale is NaN
+
+
+def groups_right(kernels: Kernels) -> Iterator[bool]:
+    """Whether products by blocks of each format of files have the bits of those by the numbers that
+    they are."""
+    gen = torch.Generator().manual_seed(0)
+    for weight in random_blocks(70):
+        (_, form) = BLOCKS[weight.form]
+        for weight.dtype in DTYPES:
+            packed = pack_blocks([weight], kernels, weight.dtype)
             panels = panel_table([(packed, form.index)])
-            weight = kernels.pack_weight(groups.plain(dtype))
-            x = torch.randn(140, K, generator=gen).to(dtype)
+            plain = kernels.pack_weight(dequantize_blocks(kernels, weight, slice(None)))
+            x = torch.randn(140, weight.shape[1], generator=gen).to(weight.dtype)
             for rows in (x[:0], x[:1], x[:8], x[:40], x):
                 got = grouped_product(kernels, rows, panels, None, 70)
-                yield torch.equal(got, kernels.product(rows, weight, None, 70))
+                yield torch.equal(got, kernels.product(rows, plain, None, 70))

@@ -127,7 +127,8 @@ static inline float most(vf v) {
 
 // AHEAD: so many blocks of rows fetch the next panel; FEW: for so many rows weights are fetched 4 KB before they are read
 constexpr int NR = 32, NV = NR / W, MR = W == 16 ? 12 : 3, AHEAD = 8, FEW = 4;
-static inline void fetch_ahead(const void* p, int bytes) {
+// In line, since a compiler may leave out the call of a function that does nothing else
+__attribute__((always_inline)) static inline void fetch_ahead(const void* p, int bytes) {
     for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + 4096 + i);
 }
 // s[M][V * W] += a[M][2] b[2][V * W]. A row of a lies lda behind the one before. In bf16 the two numbers of a row lie together,

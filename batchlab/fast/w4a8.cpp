@@ -1,25 +1,27 @@
 // 4-bit weights times activations in 8 bits. Made from the cells of nbs/4_fast/23b_w4a8.ipynb by .ci/cpp: edit the notebook.
 #include "int8_kernels.cpp"
 
-// As `put_row`: four numbers of 8 bits, plus 128, are a lane, or eight of 4 bits, the first four of them in the lower halves
-static inline void put_quads(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
-    const i64 four = f.bits == 4, each = four ? 8 : 4;
-    for (i64 k = 0; k < f.group; k += each) {
-        uint32_t a, b = 0;
-        memcpy(&a, x + k, 4);
-        if (four) memcpy(&b, x + k + 4, 4);
-        a = four ? a | b << 4 : a ^ 0x80808080;
-        memcpy(q + (k / each * NR + o) * 4, &a, 4);
+// As `Pairs`: four numbers are a lane, those of 8 bits plus 128
+struct Quads {
+    static constexpr i64 FLAT = 0;
+    static inline void put(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
+        const uint32_t flip = f.bits == 8 ? 0x80808080 : 0;
+        for (i64 k = 0; k < f.group; k += 4) {
+            uint32_t a;
+            memcpy(&a, x + k, 4), a ^= flip;
+            memcpy(q + (k / 4 * NR + o) * 4, &a, 4);
+        }
     }
-}
+};
+static inline i64 zero_of(const Form& f) { return f.bits == 8 ? 128 : f.zero; }
 template <class T>
 static void pack_quads(const int8_t* numbers, const T* scales, const T* offsets, uint8_t* to, i64 N, i64 K, i64 form) {
-    panels_of_groups<put_quads>(numbers, scales, offsets, to, N, K, FORMS[form]);
+    panels_of_groups<Quads>(numbers, scales, offsets, to, N, K, FORMS[form]);
 }
 EXPORT(pack_quads)
 template <class T>
 static void pack_quad_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K, i64 kind) {
-    panels_of_blocks<put_quads>(rows, to, changed, N, K, kind);
+    panels_of_blocks<Quads>(rows, to, changed, N, K, kind);
 }
 EXPORT(pack_quad_blocks)
 
@@ -116,58 +118,42 @@ static inline vi add_quads(vi s, vi w, int32_t x) {
     return s;
 #endif
 }
-static inline vf some_scales(const uint8_t* from, const Form& f, i64 i) {  // W of them, from the i-th on
-    if (f.wide) return load((const float*)from + i);
-#ifdef __AVX512F__
-    return load((const fp16*)from + i);
-#else
-    vf v;
-    for (int j = 0; j < W; j++) v[j] = one((const fp16*)from + i + j);
-    return v;
-#endif
-}
 // s = the products of a block of M rows by a panel; `lines` of what is read next are fetched on the way
-template <int M, int BITS, int G>
+template <int M, int BITS>
 static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, const Form& f, i64 K, vf (&s)[M][NV],
                                const char* soon, i64 lines) {
-    constexpr int STEP = BITS == 4 ? 8 : 4;
+    constexpr int G = GROUP<BITS>;
     const i64 n = K / G;
     const uint8_t* bytes = x.bytes + r * K;
     const float* scales = x.scales + r * K / 32;
     const int32_t* sums = G == 32 ? x.sums + r * K / 32 : x.halves + r * K / 16;
     const float* worths = x.worths + r * K / 32;
+    const int32_t zeros = zero_of(f) / 8;
     i64 due = 0;
-    for (i64 g = 0; g < n; g++, sums += M, worths += M) {
+    Walk at(from, f);
+    for (i64 g = 0; g < n; g++, sums += M, worths += M, at.next()) {
         for (due += lines; due >= n; due -= n, soon += 64) __builtin_prefetch(soon, 0, 2);
-        if (M <= FEW && !soon) fetch_ahead(from, f.bytes());
+        if (M <= FEW && !soon) at.fetch();
         vi t[M][NV];
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < NV; j++) t[i][j] = BITS == 8 ? sums[i] * 16 - vi{} : f.zero ? sums[i] - vi{} : vi{};
-        const uint8_t* w = from + f.scales();
-        for (int k = 0; k < G; k += STEP, w += NR * 4) {
-            vi a[NV], b[NV];
-            for (int j = 0; j < NV; j++) {
-                memcpy(&a[j], w + j * sizeof(vi), sizeof(vi));
-                if (BITS == 4) b[j] = (vi)((vu)a[j] >> 4) & 0x0f0f0f0f, a[j] &= 0x0f0f0f0f;
+            for (int j = 0; j < NV; j++) t[i][j] = sums[i] * zeros - vi{};
+#pragma GCC unroll 8
+        for (int k = 0; k < G / 4; k++) {
+            vi w[NV];
+            for (int j = 0; j < NV; j++) w[j] = (vi)line_of<BITS>(at.numbers, k, j);
+            for (int i = 0; i < M; i++, bytes += 4) {
+                int32_t quad;
+                memcpy(&quad, bytes, 4);
+                for (int j = 0; j < NV; j++) t[i][j] = add_quads(t[i][j], w[j], quad);
             }
-            const auto add = [&](const vi(&w)[NV]) {
-                for (int i = 0; i < M; i++, bytes += 4) {
-                    int32_t quad;
-                    memcpy(&quad, bytes, 4);
-                    for (int j = 0; j < NV; j++) t[i][j] = add_quads(t[i][j], w[j], quad);
-                }
-            };
-            add(a);
-            if (BITS == 4) add(b);
         }
         for (int j = 0; j < NV; j++) {
-            const vf scale = some_scales(from, f, j * W);
+            const vf scale = scales_of(at, 0, j * W);
             for (int i = 0; i < M; i++) s[i][j] = multiply_add(__builtin_convertvector(t[i][j], vf), scale * scales[i], s[i][j]);
             if (!f.offsets) continue;
-            vf offset = some_scales(from, f, NR + j * W);
+            const vf offset = scales_of(at, 1, j * W);
             for (int i = 0; i < M; i++) s[i][j] = multiply_add(offset, all(worths[i]), s[i][j]);
         }
-        from += f.bytes();
         if (G == 32 || g % 2) scales += M;
     }
 }
@@ -185,19 +171,8 @@ static inline void put_sums(const vf (&s)[NV], const T* bias, T* out, i64 p, i64
 constexpr int TG = 2, TILED = 17;  // groups whose sums wait in memory; from so many rows on
 // The numbers of a panel, signed, as rows of tiles: [K / 4][NR][4]
 static void spread_panel(const uint8_t* from, const Form& f, i64 K, int8_t* to) {
-    typedef uint8_t vb __attribute__((vector_size(2 * NR)));
-    const uint8_t zero = f.bits == 8 ? 128 : f.zero;
-    for (i64 g = 0; g < K / f.group; g++, from += f.bytes())
-        for (const uint8_t* w = from + f.scales(); w < from + f.bytes(); w += 4 * NR, to += 4 * NR) {
-            vb a[2], high[2];
-            memcpy(a, w, sizeof a);
-            for (int j = 0; j < 2; j++) {
-                if (f.bits == 4) high[j] = (a[j] >> 4) - zero, a[j] &= 15;
-                a[j] -= zero;
-            }
-            memcpy(to, a, sizeof a);
-            if (f.bits == 4) memcpy(to += 4 * NR, high, sizeof high);
-        }
+    Walk at(from, f);
+    for (i64 k = 0; k < K; k += f.group, at.next()) widen(f.bits, at.numbers, zero_of(f), (uint8_t*)to + k * NR);
 }
 // t = the sums of `count` groups of up to 32 rows a, K bytes apart, by numbers w
 template <int G, bool TWO>
@@ -239,16 +214,17 @@ static void quads_tile(const Rounded& x, i64 r, i64 m, const uint8_t* from, cons
         const i64 count = std::min<i64>(TG, n - first);
         tile_groups<G, TWO>(a + first * G, w + first * G * NR, K, count, t[first / TG % 2]);
     };
+    Walk at(from, f);
     begin(0);
     for (i64 first = 0; first < n; first += TG)
         by_count<TG>(std::min<i64>(TG, n - first), [&](auto count) {
             begin(first + TG);  // while the vectors are at work
             const auto* sums_of = t[first / TG % 2];
             vf scale[count][NV], offset[count][NV];
-            for (int g = 0; g < count; g++, from += f.bytes())
+            for (int g = 0; g < count; g++, at.next())
                 for (int j = 0; j < NV; j++) {
-                    scale[g][j] = some_scales(from, f, j * W);
-                    if (OFFSETS) offset[g][j] = some_scales(from, f, NR + j * W);
+                    scale[g][j] = scales_of(at, 0, j * W);
+                    if (OFFSETS) offset[g][j] = scales_of(at, 1, j * W);
                 }
             for (i64 i = 0; i < m; i++) {
                 vf v[NV] = {s[i][0], s[i][1]};
@@ -298,21 +274,14 @@ static void quads_panel(const Rounded& x, const Panel& panel, const T* bias, T* 
                         const Blocks<QR>& blocks, i64 M, i64 N, i64 K) {
     const Form& f = FORMS[panel.form];
     const auto* from = (const uint8_t*)panel.at;
-    const i64 total = K / f.group * f.bytes() / 64;
+    const i64 total = K / f.block * f.bytes() / 64;
     const i64 lines = M > FEW ? total / (last - first) : 0;
     const char* soon = lines ? (const char*)from + 64 * total : nullptr;  // the next panel
     for (i64 q = first; q < last; q++, soon += 64 * lines) {
         const i64 r = q * blocks.each;
         by_count<QR>(std::min(blocks.each, M - r), [&](auto m) {
             vf s[m][NV] = {};
-            const auto multiply = [&](auto bits, auto group) { quads_block<m, bits, group>(x, r, from, f, K, s, soon, lines); };
-            const std::integral_constant<int, 32> whole;
-            if (f.bits == 4)
-                multiply(std::integral_constant<int, 4>(), whole);
-            else if (f.group == 32)
-                multiply(std::integral_constant<int, 8>(), whole);
-            else
-                multiply(std::integral_constant<int, 8>(), std::integral_constant<int, 16>());
+            by_bits(f.bits, [&](auto bits) { quads_block<m, bits>(x, r, from, f, K, s, soon, lines); });
             for (int i = 0; i < m; i++) put_sums(s[i], bias, out + (r + i) * N, p, N);
         });
     }
