@@ -194,7 +194,7 @@ def _first_above(ends, t, positive):
         torch.where(positive, col, ends.shape[1]).amin(-1),
         torch.where(positive, col, 0).amax(-1),
     )
-    return torch.minimum(torch.maximum((ends <= t[:, None]).sum(-1), low), high)
+    return (ends <= t[:, None]).sum(-1).clamp(low, high)
 
 # %% ../../nbs/2_core/11_sampling.ipynb #736437cc
 def _largest(x: Tensor, K: int) -> Tensor:
@@ -256,14 +256,13 @@ def cutoffs(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 # %% ../../nbs/2_core/11_sampling.ipynb #3cd5383b
 def _steered(row: SamplingRow) -> bool:
-    "Whether `row` treats some ids unlike others at this step."
+    "Whether `row`, be it without its grammar, treats some ids unlike others at this step."
     p, out = row.params, row.output_ids
     return bool(
         p.allowed_token_ids
         or row.bad_words_ids
         or len(out) < p.min_tokens
         or p.logit_bias
-        or row.grammar
         or p.repetition_penalty != 1
         or out
         and (p.presence_penalty or p.frequency_penalty)
@@ -273,7 +272,7 @@ def _steered(row: SamplingRow) -> bool:
 def is_plain(row: SamplingRow) -> bool:
     "Whether no token that `row` writes changes what may come next, or how likely it is."
     p = row.params
-    return not (_steered(row) or p.presence_penalty or p.frequency_penalty)
+    return not (_steered(row) or row.grammar or p.presence_penalty or p.frequency_penalty)
 
 # %% ../../nbs/2_core/11_sampling.ipynb #a7c31d5e
 class TokenMask(Protocol):
@@ -320,8 +319,6 @@ def _of_row(
 def allow_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     "Forbid all but `allowed_token_ids`, in place."
     some = [b for b, r in enumerate(rows) if r.params.allowed_token_ids]
-    if not some:
-        return x
     at = _places(x, rows, lambda r: r.params.allowed_token_ids or ())
     kept = x.view(-1)[at]
     x[some] = -math.inf
@@ -386,9 +383,10 @@ def count_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 # %% ../../nbs/2_core/11_sampling.ipynb #ed625607
 def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    if some := [b for b, r in enumerate(rows) if _steered(r)]:
+    if some := [b for b, r in enumerate(rows) if r.grammar or _steered(r)]:
         part, sub = (x, rows) if len(some) == len(rows) else (x[some], [rows[b] for b in some])
-        for step_ in (allow_, ban_, obey_, bias_, repeat_, count_):
+        whole = allow_, ban_, obey_, bias_, repeat_, count_
+        for step_ in whole if any(map(_steered, sub)) else [obey_]:
             step_(part, sub)
         if part is not x:
             x[some] = part
@@ -398,15 +396,14 @@ def _steer_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def processed_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The logits each row draws from, float32 `[B, V]`, a copy: steered, divided by temperature,
     -inf where filtered."""
-    return _filter_(_steer_(_copied(logits, rows), rows), rows)
+    return _filter_(_steer_(_checked(logits, rows).clone().float(), rows), rows)
 
 
-def _copied(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _checked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     assert logits.ndim == 2 and len(logits) == len(rows), (
         f"{len(rows)} rows, logits {tuple(logits.shape)}"
     )
-    device = "cpu" if logits.device.type == "mps" else logits.device  # no float64 there
-    return logits.to(device, torch.float32, copy=True)
+    return logits.cpu() if logits.device.type == "mps" else logits  # no float64 there
 
 
 def _filter_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -445,8 +442,7 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
     bits = logits.view(_INTEGERS[logits.itemsize]).numpy()
     at = bits.argmax(1)
     best = np.take_along_axis(bits, at[:, None], 1)[:, 0]
-    largest = bits.view(f"u{logits.itemsize}").max()
-    if largest > _largest_bits(logits.dtype) or (best <= 0).any():
+    if bits.view(f"u{logits.itemsize}").max() > _largest_bits(logits.dtype) or (best <= 0).any():
         return logits.max(-1)
     return torch.from_numpy(best).view(logits.dtype), torch.from_numpy(at)
 
@@ -513,11 +509,8 @@ def reported_logits(logits: Tensor, rows: Sequence[SamplingRow], mode: str | Non
     Those of a greedy row are steered only: they have no temperature, and nothing is filtered."""
     if not (mode or "").startswith("processed"):
         return logits
-    x, drawn = (
-        _steer_(_copied(logits, rows), rows),
-        [b for b, r in enumerate(rows) if not r.params.greedy],
-    )
-    if drawn:
+    x = _steer_(_checked(logits, rows).clone().float(), rows)
+    if drawn := [b for b, r in enumerate(rows) if not r.params.greedy]:
         x[drawn] = _filter_(x[drawn], [rows[b] for b in drawn])
     return x
 
@@ -588,6 +581,12 @@ NO_TOKEN = (
 )
 
 
+def _changes(row: SamplingRow, token: Tensor, size: int) -> bool:
+    "Whether greedy `row` may have to take another than its likeliest `token`, of `size`."
+    keeps = getattr(row.grammar, "keeps", lambda *_: False)
+    return _steered(row) or bool(row.grammar) and not keeps(row.output_ids, int(token), size)
+
+
 @torch.no_grad()
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     """The next token of every row, `Sampled`, from `logits` `[B, V]` of any float dtype, which
@@ -596,19 +595,14 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     Each row has its own settings and its own random numbers, and depends on nothing of the
     others. A row whose logits are not numbers, or that has no token left, gets a message in
     `errors`; the others are not harmed."""
-    assert logits.ndim == 2 and len(logits) == len(rows), (
-        f"{len(rows)} rows, logits {tuple(logits.shape)}"
-    )
-    if logits.device.type == "mps":
-        logits = logits.cpu()  # no float64 there
-    work = [b for b, r in enumerate(rows) if _steered(r) or not r.params.greedy]
+    logits = _checked(logits, rows)
+    best, tokens = best_tokens(logits)
+    work = [
+        b
+        for b, r in enumerate(rows)
+        if not r.params.greedy or _changes(r, tokens[b], logits.shape[1])
+    ]
     work.sort(key=lambda b: not rows[b].params.greedy)  # those that draw nothing come together
-    plain = len(work) < len(rows)  # greedy, nothing to change: no copy is made
-    best, tokens = (
-        best_tokens(logits)
-        if plain
-        else (logits.amax(-1), logits.new_zeros(len(rows), dtype=torch.int64))
-    )
     sound = best.isfinite()
     left = sound.clone()
     size = (
@@ -616,16 +610,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     )  # on a CPU, what its cache holds
     for part in (work[i : i + size] for i in range(0, len(work), size or 1)):
         busy = [rows[b] for b in part]
-        x = _steer_(logits[part].float(), busy)
+        x = _steer_(logits.index_select(0, tokens.new_tensor(part)).float(), busy)
         if all(r.params.greedy for r in busy):
             most, tokens[part] = best_tokens(x)
         else:
             u = torch.tensor([r.uniform() for r in busy], dtype=torch.float64).to(x.device)
             most, tokens[part] = _filter_(x, busy).amax(-1), draw_ids(x.softmax(-1), u)
         left[part] = most.isfinite()
-    bad = [(b, s) for b, (s, l) in enumerate(zip(sound.tolist(), left.tolist())) if not (s and l)]
     errors = {
-        b: (getattr(rows[b].grammar, "why", "") or NO_TOKEN) if s else BAD_LOGITS for b, s in bad
+        b: (getattr(rows[b].grammar, "why", "") or NO_TOKEN) if s else BAD_LOGITS
+        for b, (s, l) in enumerate(zip(sound.tolist(), left.tolist()))
+        if not (s and l)
     }  # a grammar's own reason
     ids = [None if b in errors else t for b, t in enumerate(tokens.tolist())]
     return Sampled(ids, _logprobs(logits, ids, rows), errors)
