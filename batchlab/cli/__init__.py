@@ -5,7 +5,7 @@
 # %% ../../nbs/7_serve/cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import contextlib, io, json, logging, os, re, signal, socket, sys, tempfile, threading
+import contextlib, gc, io, json, logging, os, re, signal, socket, sys, tempfile, threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from .flags import bench_parser, llm_names, parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
+from ..machine import no_collection
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
     from fastapi import APIRouter
@@ -212,6 +213,7 @@ def model_name(model: str) -> str:
     return Path(model).name if os.path.exists(model) else model
 
 
+@no_collection()
 def check_given(args: Namespace) -> None:
     """Look at the sampling parameters, the adapters and the chat template that the arguments
     name, before anything else is done. Raises `BatchlabError`."""
@@ -232,6 +234,7 @@ def check_given(args: Namespace) -> None:
         args.settings = settings_from_args(args)
 
 
+@no_collection()
 def load_llm(args: Namespace) -> LLM:
     """The `LLM` that the arguments ask for. Raises `BatchlabError`, also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
     them."""
@@ -291,6 +294,7 @@ def traced(path: str | None, text: bool = True) -> Iterator[Callable[[LLM], LLM]
         yield watch
 
 # %% ../../nbs/7_serve/cli.ipynb #43bc3902
+@no_collection()
 def job_from_args(args: Namespace, kind: type[J], **more: Any) -> J:
     "The job of this `kind` that the arguments ask for. Raises `BatchlabError`."
     if getattr(args, "dry_run", False):  # which needs no torch either
@@ -685,6 +689,9 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
             return 1  # the reader of our output left, as head does
         except Exception as e:
             return told(e, spell)
+        finally:
+            if argv is None:
+                gc.freeze()  # the process ends: nobody need look once more through all there is
 
 
 def told(e: Exception, spell: Callable[[Option], str] = str) -> int:

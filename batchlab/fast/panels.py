@@ -6,7 +6,7 @@
 __all__ = ['LEAST', 'panel_limit', 'place_of', 'make_room', 'KeptPanels']
 
 # %% ../../nbs/4_fast/panels.ipynb #panel004
-import contextlib, hashlib, math, mmap, os, shutil, tempfile, time
+import contextlib, hashlib, math, mmap, os, shutil, tempfile, time, weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from .native import SOURCE
 from ..machine import cache_dir
 
 # %% ../../nbs/4_fast/panels.ipynb #panel007
-LEAST = 2**28  # bytes: fewer are packed in no time
+LEAST = 2**28  # bytes of a file: smaller ones are packed in no time
 _NAMES = "[0-9a-f]" * 16 + ".bin"
 
 
@@ -51,9 +51,9 @@ def place_of(file: Path, layout: str = "") -> Path | None:
 
 # %% ../../nbs/4_fast/panels.ipynb #panel009
 def make_room(folder: Path, n: int, limit: float) -> bool:
-    """Whether `n` bytes may be written in `folder`, whose files may take `limit` together: those
+    """Whether `n` bytes may be kept in `folder`, whose files may take `limit` together: those
     that were used last stay."""
-    if n > limit or n > shutil.disk_usage(folder).free / 2:
+    if n > limit:
         return False
     kept = [(f.stat(), f) for f in folder.glob(_NAMES)]
     room = limit - n
@@ -68,63 +68,84 @@ def make_room(folder: Path, n: int, limit: float) -> bool:
 
 # %% ../../nbs/4_fast/panels.ipynb #panel012
 class KeptPanels:
-    """The panels of a GGUF `file`, from batchlab's cache folder if there; `layout`: see `place_of`.
+    """The panels of a GGUF `file`, from batchlab's cache folder if there, else in a new file there;
+    `layout`: see `place_of`.
 
     `changed`: how many were not there, or others. Raises `ModelError`."""
 
     def __init__(self, file: Path, layout: str = "") -> None:
         self.path = place_of(file, layout)
-        self.changed = 0
-        self.left, self.panels = self._mapped(), list[torch.Tensor]()
+        self.new: Path | None = None
+        self.changed = self.nbytes = 0
+        self.left = torch.empty(0, dtype=torch.uint8)
+        if self.path is None:
+            return
+        try:  # memory that is only written to where it differs
+            with open(self.path, "rb") as f:
+                pages = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError):  # there is none, or an empty one
+            with contextlib.suppress(OSError):
+                if (size := file.stat().st_size) >= LEAST:
+                    self._begin(self.path.parent, 2**20 + 4 * size)  # of which most stays a hole
+            return
+        self.left = torch.frombuffer(pages, dtype=torch.uint8)
 
-    def _mapped(self) -> torch.Tensor:
-        "The file's bytes, in memory that is only written to where it differs; none without a file."
-        with contextlib.suppress(OSError, ValueError):  # there is none, or an empty one
-            if self.path is not None:
-                with open(self.path, "rb") as f:
-                    pages = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-                return torch.frombuffer(pages, dtype=torch.uint8)
-        return torch.empty(0, dtype=torch.uint8)
+    def _begin(self, folder: Path, n: int) -> None:
+        "Map a new file of `n` bytes that take no room yet."
+        folder.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(".tmp", "panels-", folder)
+        self.new = Path(name)
+        weakref.finalize(self, self.new.unlink, missing_ok=True)
+        with open(fd, "r+b") as f:
+            f.truncate(n)
+            self.left = torch.frombuffer(mmap.mmap(fd, n), dtype=torch.uint8)
+
+    def _grow(self, new: Path, n: int) -> None:
+        "Have the next `n` bytes of the file `new` on the disk. Raises `OSError`."
+        room = min(panel_limit(), shutil.disk_usage(new.parent).free - n)
+        if self.nbytes + n > room:
+            raise OSError("as much should stay free as these take")
+        with open(new, "r+b") as f:
+            os.posix_fallocate(f.fileno(), self.nbytes, n)
 
     def take(self, shape: Sequence[int]) -> torch.Tensor | None:
         "Room for the next panels, uint8 of this `shape`, with what the file has for them, or None."
         n = math.prod(shape)
-        if n > len(self.left):
-            self.left = self.left[:0]
+        try:
+            if n > len(self.left):
+                raise OSError("the file has fewer")
+            if self.new:
+                self._grow(self.new, -(-n // 64) * 64)
+        except OSError:
+            self._forget()
+            self.left, self.path = self.left[:0], None
             return None
         mine = self.left[:n]
         self.left = self.left[-(-n // 64) * 64 :]
         return mine.view(tuple(shape))
 
+    def _forget(self) -> None:
+        "Remove the file that is not right."
+        with contextlib.suppress(OSError):
+            if path := self.new or self.path:
+                path.unlink(missing_ok=True)
+
     def note(self, panels: torch.Tensor, changed: int) -> None:
         "Note the next `panels`, of which `changed` were not in the file."
-        self.panels.append(panels)
+        self.nbytes += -(-panels.nbytes // 64) * 64
         self.changed += changed
 
     def keep(self) -> None:
-        "See to it that the file has these panels; where it can't be written nothing is kept."
-        sizes = [-(-p.nbytes // 64) * 64 for p in self.panels]
-        with contextlib.suppress(OSError):
+        "See to it that the file has these panels, or that there is none."
+        try:
             if self.path is None:
                 pass
-            elif not self.changed and not len(self.left):
-                os.utime(self.path)
-            elif sum(sizes) >= LEAST:
-                self._write(self.path, sizes)
-        self.panels.clear()
-
-    def _write(self, path: Path, sizes: Sequence[int]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # it has other panels
-        if not make_room(path.parent, sum(sizes), panel_limit()):
-            return
-        fd, name = tempfile.mkstemp(".tmp", "panels-", path.parent)
-        try:
-            with open(fd, "wb") as f:
-                for panels, size in zip(self.panels, sizes):
-                    f.write(panels.contiguous().numpy().data)
-                    f.write(bytes(size - panels.nbytes))
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            elif not self.new:
+                self._forget() if self.changed or len(self.left) else os.utime(self.path)
+            elif make_room(self.path.parent, self.nbytes, panel_limit()):
+                os.truncate(self.new, self.nbytes)
+                os.replace(self.new, self.path)
+        except OSError:
+            pass
+        if self.new:
+            self._forget()

@@ -22,13 +22,12 @@ from batchlab.llm.config import (
     choose_limits,
     free_memory,
     model_and_tokenizer,
-    no_collection,
     probe_model,
     probe_pooling,
     rope_switch,
 )
 from .settings import LIMITS, LLMSettings
-from ..machine import trim_heap
+from ..machine import no_collection, trim_heap
 from batchlab.models import (
     check_template,
     eos_token_ids,
