@@ -89,8 +89,7 @@ def __getattr__(name: str):
     from .machine import no_collection
 
     with no_collection():
-        home = import_module(f"batchlab.{_lazy[name]}")
-    value = globals()[name] = getattr(home, name)
+        value = globals()[name] = getattr(import_module(f"batchlab.{_lazy[name]}"), name)
     return value
 
 

@@ -145,7 +145,7 @@ def memory_limits(
             continue
         own = top / name.lstrip("/")
         found += [_group_memory(g, *names) for g in (own, *own.parents) if g.is_relative_to(top)]
-    return [x for x in found if x is not None]
+    return [x for x in found if x]
 
 # %% ../nbs/2_core/machine.ipynb #92302b59
 def trim_heap() -> None:
@@ -164,9 +164,8 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # nobody else's are frozen
-                gc.freeze()
-                gc.unfreeze()  # they count as old now, and need not be looked through as new ones
+            gc.freeze()
+            gc.unfreeze()  # they count as old now, and need not be looked through as new ones
             gc.enable()
 
 # %% ../nbs/2_core/machine.ipynb #ompth002

@@ -213,7 +213,6 @@ def model_name(model: str) -> str:
     return Path(model).name if os.path.exists(model) else model
 
 
-@no_collection()
 def check_given(args: Namespace) -> None:
     """Look at the sampling parameters, the adapters and the chat template that the arguments
     name, before anything else is done. Raises `BatchlabError`."""
@@ -234,7 +233,6 @@ def check_given(args: Namespace) -> None:
         args.settings = settings_from_args(args)
 
 
-@no_collection()
 def load_llm(args: Namespace) -> LLM:
     """The `LLM` that the arguments ask for. Raises `BatchlabError`, also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
     them."""

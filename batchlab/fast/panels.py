@@ -6,9 +6,10 @@
 __all__ = ['LEAST', 'panel_limit', 'place_of', 'make_room', 'KeptPanels']
 
 # %% ../../nbs/4_fast/panels.ipynb #panel004
-import contextlib, hashlib, math, mmap, os, shutil, tempfile, time, weakref
+import contextlib, hashlib, math, mmap, os, shutil, tempfile, time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -50,21 +51,17 @@ def place_of(file: Path, layout: str = "") -> Path | None:
         return None  # no place for it
 
 # %% ../../nbs/4_fast/panels.ipynb #panel009
-def make_room(folder: Path, n: int, limit: float) -> bool:
-    """Whether `n` bytes may be kept in `folder`, whose files may take `limit` together: those
-    that were used last stay."""
-    if n > limit:
-        return False
+def make_room(folder: Path, n: int, limit: float) -> None:
+    "Make room for `n` bytes in `folder`, whose files may take `limit`: those used last stay."
     kept = [(f.stat(), f) for f in folder.glob(_NAMES)]
     room = limit - n
-    for about, f in sorted(kept, key=lambda x: x[0].st_mtime, reverse=True):
+    for about, f in sorted(kept, key=lambda x: -x[0].st_mtime):
         room -= about.st_size
         if room < 0:
             f.unlink(missing_ok=True)
     for f in folder.glob("panels-*.tmp"):  # of a process that was killed
         if time.time() - f.stat().st_mtime > 3600:
             f.unlink(missing_ok=True)
-    return True
 
 # %% ../../nbs/4_fast/panels.ipynb #panel012
 class KeptPanels:
@@ -73,62 +70,47 @@ class KeptPanels:
 
     `changed`: how many were not there, or others. Raises `ModelError`."""
 
+    new: IO[bytes] | None = None  # goes when it is closed
+
     def __init__(self, file: Path, layout: str = "") -> None:
         self.path = place_of(file, layout)
-        self.new: Path | None = None
         self.changed = self.nbytes = 0
         self.left = torch.empty(0, dtype=torch.uint8)
         if self.path is None:
             return
-        try:  # memory that is only written to where it differs
-            with open(self.path, "rb") as f:
-                pages = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError):  # there is none, or an empty one
-            with contextlib.suppress(OSError):
-                if (size := file.stat().st_size) >= LEAST:
-                    self._begin(self.path.parent, 2**20 + 4 * size)  # of which most stays a hole
-            return
-        self.left = torch.frombuffer(pages, dtype=torch.uint8)
+        pages = None
+        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as f:
+            pages = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)  # written to where it differs
+        with contextlib.suppress(OSError):
+            if pages is None and (size := file.stat().st_size) >= LEAST:
+                folder = self.path.parent
+                folder.mkdir(parents=True, exist_ok=True)
+                self.new = tempfile.NamedTemporaryFile(prefix="panels-", suffix=".tmp", dir=folder)
+                self.new.truncate(2**20 + 4 * size)  # all of it a hole
+                pages = mmap.mmap(self.new.fileno(), 0)
+        if pages is not None:
+            self.left = torch.frombuffer(pages, dtype=torch.uint8)
 
-    def _begin(self, folder: Path, n: int) -> None:
-        "Map a new file of `n` bytes that take no room yet."
-        folder.mkdir(parents=True, exist_ok=True)
-        fd, name = tempfile.mkstemp(".tmp", "panels-", folder)
-        self.new = Path(name)
-        weakref.finalize(self, self.new.unlink, missing_ok=True)
-        with open(fd, "r+b") as f:
-            f.truncate(n)
-            self.left = torch.frombuffer(mmap.mmap(fd, n), dtype=torch.uint8)
-
-    def _grow(self, new: Path, n: int) -> None:
-        "Have the next `n` bytes of the file `new` on the disk. Raises `OSError`."
-        room = min(panel_limit(), shutil.disk_usage(new.parent).free - n)
-        if self.nbytes + n > room:
-            raise OSError("as much should stay free as these take")
-        with open(new, "r+b") as f:
-            os.posix_fallocate(f.fileno(), self.nbytes, n)
+    def _has(self, n: int) -> bool:
+        "Whether the file has `n` more bytes, a new one on the disk."
+        with contextlib.suppress(OSError):
+            if self.new:
+                if self.nbytes + n > min(panel_limit(), shutil.disk_usage(self.new.name).free - n):
+                    return False
+                os.posix_fallocate(self.new.fileno(), self.nbytes, n)
+            return n <= len(self.left)
+        return False
 
     def take(self, shape: Sequence[int]) -> torch.Tensor | None:
         "Room for the next panels, uint8 of this `shape`, with what the file has for them, or None."
         n = math.prod(shape)
-        try:
-            if n > len(self.left):
-                raise OSError("the file has fewer")
-            if self.new:
-                self._grow(self.new, -(-n // 64) * 64)
-        except OSError:
-            self._forget()
-            self.left, self.path = self.left[:0], None
+        size = -(-n // 64) * 64
+        if not self._has(size):
+            self.left = self.left[:0]
             return None
         mine = self.left[:n]
-        self.left = self.left[-(-n // 64) * 64 :]
+        self.left = self.left[size:]
         return mine.view(tuple(shape))
-
-    def _forget(self) -> None:
-        "Remove the file that is not right."
-        with contextlib.suppress(OSError):
-            if path := self.new or self.path:
-                path.unlink(missing_ok=True)
 
     def note(self, panels: torch.Tensor, changed: int) -> None:
         "Note the next `panels`, of which `changed` were not in the file."
@@ -137,15 +119,14 @@ class KeptPanels:
 
     def keep(self) -> None:
         "See to it that the file has these panels, or that there is none."
-        try:
-            if self.path is None:
-                pass
-            elif not self.new:
-                self._forget() if self.changed or len(self.left) else os.utime(self.path)
-            elif make_room(self.path.parent, self.nbytes, panel_limit()):
-                os.truncate(self.new, self.nbytes)
-                os.replace(self.new, self.path)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            if self.path and (self.changed or len(self.left)):
+                self.path.unlink(missing_ok=True)  # it has other panels
+                if self.new and len(self.left):  # which has some to spare
+                    make_room(self.path.parent, self.nbytes, panel_limit())
+                    self.new.truncate(self.nbytes)
+                    os.link(self.new.name, self.path)
+            elif self.path:
+                os.utime(self.path)
         if self.new:
-            self._forget()
+            self.new.close()

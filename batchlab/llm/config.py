@@ -239,8 +239,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    free = min([free, *(limit - used for limit, used in memory_limits())])
-    return max(0, free)
+    return max(0, min([free, *(limit - used for limit, used in memory_limits())]))
 
 
 def total_memory(device: torch.device) -> int:

@@ -27,7 +27,7 @@ from batchlab.llm.config import (
     rope_switch,
 )
 from .settings import LIMITS, LLMSettings
-from ..machine import no_collection, trim_heap
+from ..machine import trim_heap
 from batchlab.models import (
     check_template,
     eos_token_ids,
@@ -94,14 +94,13 @@ class LoadedModel:
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         asked = self.settings
         exact = asked.quantization != "w4a8"  # which rounds activations anyway
-        with no_collection():
-            return model_and_tokenizer(asked.model, tokenizer, asked.dtype, asked.device, exact)
+        return model_and_tokenizer(asked.model, tokenizer, asked.dtype, asked.device, exact)
 
     @property
     def model(self) -> PreTrainedModel:
         "The model; where `release` has given it back, its files are read again."
         if self._model is None:
-            self._model, _ = self._load(self.tokenizer)
+            self.reload()
         return self._model
 
     def reload(self) -> None:
