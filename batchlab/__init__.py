@@ -86,8 +86,10 @@ def __getattr__(name: str):
         raise no_name("batchlab", name, _meant(name))
     from importlib import import_module
 
-    home = _lazy[name]
-    value = globals()[name] = getattr(import_module(f"batchlab.{home}"), name)
+    from .machine import no_collection
+
+    with no_collection():
+        value = globals()[name] = getattr(import_module(f"batchlab.{_lazy[name]}"), name)
     return value
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'version', 'expanded', 'cache_dir', 'memory_limits',
-           'trim_heap', 'release_threads']
+           'trim_heap', 'no_collection', 'release_threads']
 
 # %% ../nbs/2_core/machine.ipynb #b54cc550
-import contextlib, ctypes, functools, importlib.metadata, os
+import contextlib, ctypes, functools, gc, importlib.metadata, os
+from collections.abc import Iterator
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -144,13 +145,28 @@ def memory_limits(
             continue
         own = top / name.lstrip("/")
         found += [_group_memory(g, *names) for g in (own, *own.parents) if g.is_relative_to(top)]
-    return [x for x in found if x is not None]
+    return [x for x in found if x]
 
 # %% ../nbs/2_core/machine.ipynb #92302b59
 def trim_heap() -> None:
     "Have the C library give back to the system what was freed, where it is one that can."
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+# %% ../nbs/2_core/machine.ipynb #3db2ba7a
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector waits meanwhile: what is imported, or a model and its tokenizer,
+    are many new objects, and none of them is garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.freeze()
+            gc.unfreeze()  # they count as old now, and need not be looked through as new ones
+            gc.enable()
 
 # %% ../nbs/2_core/machine.ipynb #ompth002
 def _gnu_openmp() -> list[ctypes.CDLL]:

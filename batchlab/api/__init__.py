@@ -26,7 +26,7 @@ from batchlab.errors import (
     suggest_names,
 )
 from ..llm.answers import collect, finished
-from ..llm.config import Limits, no_collection
+from ..llm.config import Limits
 from ..llm.engines import Engines
 from batchlab.llm.inputs import (
     Bar,
@@ -68,6 +68,7 @@ from batchlab.llm.pooled import (
 )
 from ..llm.pooling_params import PoolerConfig
 from ..llm.settings import AdapterModules, LLMSettings, check_count
+from ..machine import no_collection
 from ..tasks.admit import make_groups
 from batchlab.tasks.lora import (
     AdapterChoice,

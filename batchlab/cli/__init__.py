@@ -5,7 +5,7 @@
 # %% ../../nbs/7_serve/cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import contextlib, io, json, logging, os, re, signal, socket, sys, tempfile, threading
+import contextlib, gc, io, json, logging, os, re, signal, socket, sys, tempfile, threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from .flags import bench_parser, llm_names, parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
+from ..machine import no_collection
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
     from fastapi import APIRouter
@@ -291,6 +292,7 @@ def traced(path: str | None, text: bool = True) -> Iterator[Callable[[LLM], LLM]
         yield watch
 
 # %% ../../nbs/7_serve/cli.ipynb #43bc3902
+@no_collection()
 def job_from_args(args: Namespace, kind: type[J], **more: Any) -> J:
     "The job of this `kind` that the arguments ask for. Raises `BatchlabError`."
     if getattr(args, "dry_run", False):  # which needs no torch either
@@ -685,6 +687,9 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
             return 1  # the reader of our output left, as head does
         except Exception as e:
             return told(e, spell)
+        finally:
+            if argv is None:
+                gc.freeze()  # the process ends: nobody need look once more through all there is
 
 
 def told(e: Exception, spell: Callable[[Option], str] = str) -> int:

@@ -265,14 +265,6 @@ def row_addresses(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.
     rows = torch.cat([torch.arange(len(w)) * (w.stride(0) * size) + address(w, d) for w in weights])
     return rows, d, len(rows), K
 
-
-def _output_addresses(
-    n: int, scales: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[int, int | None]:
-    "The addresses of the scales and the biases of `n` outputs, all of them fp32."
-    f = torch.float32
-    return address(scales, f, n), None if bias is None else address(bias, f, n)
-
 # %% ../../nbs/4_fast/native.ipynb #326c3f68
 class _Calls(dict[tuple[str, torch.dtype], Callable[..., None]]):
     "The C functions of `library`, by name and dtype. Raises `TypeError` for others."
@@ -381,7 +373,8 @@ class Kernels:
         out = x.new_empty(T, N)
         filled = -(-N // 32) * 32
         rows = address(x, x.dtype, T * K)
-        outputs = _output_addresses(N, scales, bias)
+        f = torch.float32
+        outputs = address(scales, f, N), None if bias is None else address(bias, f, N)
         packed = address(panels, torch.int8, filled * K), address(starts, torch.int32, filled)
         self.calls["bytes_product", x.dtype](
             rows, *packed, *outputs, out.data_ptr(), T, N, K, block

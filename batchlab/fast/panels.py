@@ -9,6 +9,7 @@ __all__ = ['LEAST', 'panel_limit', 'place_of', 'make_room', 'KeptPanels']
 import contextlib, hashlib, math, mmap, os, shutil, tempfile, time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -17,7 +18,7 @@ from .native import SOURCE
 from ..machine import cache_dir
 
 # %% ../../nbs/4_fast/panels.ipynb #panel007
-LEAST = 2**28  # bytes: fewer are packed in no time
+LEAST = 2**28  # bytes of a file: smaller ones are packed in no time
 _NAMES = "[0-9a-f]" * 16 + ".bin"
 
 
@@ -50,81 +51,82 @@ def place_of(file: Path, layout: str = "") -> Path | None:
         return None  # no place for it
 
 # %% ../../nbs/4_fast/panels.ipynb #panel009
-def make_room(folder: Path, n: int, limit: float) -> bool:
-    """Whether `n` bytes may be written in `folder`, whose files may take `limit` together: those
-    that were used last stay."""
-    if n > limit or n > shutil.disk_usage(folder).free / 2:
-        return False
+def make_room(folder: Path, n: int, limit: float) -> None:
+    "Make room for `n` bytes in `folder`, whose files may take `limit`: those used last stay."
     kept = [(f.stat(), f) for f in folder.glob(_NAMES)]
     room = limit - n
-    for about, f in sorted(kept, key=lambda x: x[0].st_mtime, reverse=True):
+    for about, f in sorted(kept, key=lambda x: -x[0].st_mtime):
         room -= about.st_size
         if room < 0:
             f.unlink(missing_ok=True)
     for f in folder.glob("panels-*.tmp"):  # of a process that was killed
         if time.time() - f.stat().st_mtime > 3600:
             f.unlink(missing_ok=True)
-    return True
 
 # %% ../../nbs/4_fast/panels.ipynb #panel012
 class KeptPanels:
-    """The panels of a GGUF `file`, from batchlab's cache folder if there; `layout`: see `place_of`.
+    """The panels of a GGUF `file`, from batchlab's cache folder if there, else in a new file there;
+    `layout`: see `place_of`.
 
     `changed`: how many were not there, or others. Raises `ModelError`."""
 
+    new: IO[bytes] | None = None  # goes when it is closed
+
     def __init__(self, file: Path, layout: str = "") -> None:
         self.path = place_of(file, layout)
-        self.changed = 0
-        self.left, self.panels = self._mapped(), list[torch.Tensor]()
+        self.changed = self.nbytes = 0
+        self.left = torch.empty(0, dtype=torch.uint8)
+        if self.path is None:
+            return
+        pages = None
+        with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as f:
+            pages = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)  # written to where it differs
+        with contextlib.suppress(OSError):
+            if pages is None and (size := file.stat().st_size) >= LEAST:
+                folder = self.path.parent
+                folder.mkdir(parents=True, exist_ok=True)
+                self.new = tempfile.NamedTemporaryFile(prefix="panels-", suffix=".tmp", dir=folder)
+                self.new.truncate(2**20 + 4 * size)  # all of it a hole
+                pages = mmap.mmap(self.new.fileno(), 0)
+        if pages is not None:
+            self.left = torch.frombuffer(pages, dtype=torch.uint8)
 
-    def _mapped(self) -> torch.Tensor:
-        "The file's bytes, in memory that is only written to where it differs; none without a file."
-        with contextlib.suppress(OSError, ValueError):  # there is none, or an empty one
-            if self.path is not None:
-                with open(self.path, "rb") as f:
-                    pages = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-                return torch.frombuffer(pages, dtype=torch.uint8)
-        return torch.empty(0, dtype=torch.uint8)
+    def _has(self, n: int) -> bool:
+        "Whether the file has `n` more bytes, a new one on the disk."
+        with contextlib.suppress(OSError):
+            if self.new:
+                if self.nbytes + n > min(panel_limit(), shutil.disk_usage(self.new.name).free - n):
+                    return False
+                os.posix_fallocate(self.new.fileno(), self.nbytes, n)
+            return n <= len(self.left)
+        return False
 
     def take(self, shape: Sequence[int]) -> torch.Tensor | None:
         "Room for the next panels, uint8 of this `shape`, with what the file has for them, or None."
         n = math.prod(shape)
-        if n > len(self.left):
+        size = -(-n // 64) * 64
+        if not self._has(size):
             self.left = self.left[:0]
             return None
         mine = self.left[:n]
-        self.left = self.left[-(-n // 64) * 64 :]
+        self.left = self.left[size:]
         return mine.view(tuple(shape))
 
     def note(self, panels: torch.Tensor, changed: int) -> None:
         "Note the next `panels`, of which `changed` were not in the file."
-        self.panels.append(panels)
+        self.nbytes += -(-panels.nbytes // 64) * 64
         self.changed += changed
 
     def keep(self) -> None:
-        "See to it that the file has these panels; where it can't be written nothing is kept."
-        sizes = [-(-p.nbytes // 64) * 64 for p in self.panels]
+        "See to it that the file has these panels, or that there is none."
         with contextlib.suppress(OSError):
-            if self.path is None:
-                pass
-            elif not self.changed and not len(self.left):
+            if self.path and (self.changed or len(self.left)):
+                self.path.unlink(missing_ok=True)  # it has other panels
+                if self.new and len(self.left):  # which has some to spare
+                    make_room(self.path.parent, self.nbytes, panel_limit())
+                    self.new.truncate(self.nbytes)
+                    os.link(self.new.name, self.path)
+            elif self.path:
                 os.utime(self.path)
-            elif sum(sizes) >= LEAST:
-                self._write(self.path, sizes)
-        self.panels.clear()
-
-    def _write(self, path: Path, sizes: Sequence[int]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # it has other panels
-        if not make_room(path.parent, sum(sizes), panel_limit()):
-            return
-        fd, name = tempfile.mkstemp(".tmp", "panels-", path.parent)
-        try:
-            with open(fd, "wb") as f:
-                for panels, size in zip(self.panels, sizes):
-                    f.write(panels.contiguous().numpy().data)
-                    f.write(bytes(size - panels.nbytes))
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        if self.new:
+            self.new.close()

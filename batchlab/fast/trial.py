@@ -28,8 +28,7 @@ from ..errors import EngineError, Unavailable
 
 # %% auto #0
 __all__ = ['PASSED_ON', 'Probe', 'probe_rows', 'same_as_alone', 'takes_types', 'StateProbe', 'sees_back_only', 'AttentionSpec',
-           'LayerCalls', 'reason_of', 'why_not', 'check_backend', 'layer_specs', 'kv_layout', 'runs_packed',
-           'BackendOptions']
+           'LayerCalls', 'reason_of', 'why_not', 'check_backend', 'layer_specs', 'kv_layout', 'BackendOptions']
 
 # %% ../../nbs/4_fast/trial.ipynb #a1cf02b0
 class Probe:
@@ -352,14 +351,6 @@ def kv_layout(model: PreTrainedModel, probe: Probe | None = None) -> list[KVShap
     shapes = [spec.shape for spec in layer_specs(model)]
     check_backend(model, TorchBackend(model, shapes), probe)
     return shapes
-
-
-def runs_packed(model: PreTrainedModel) -> bool:
-    "Whether `model` runs packed; `kv_layout` says why not."
-    try:
-        return bool(kv_layout(model))
-    except Unavailable:
-        return False
 
 # %% ../../nbs/4_fast/trial.ipynb #be6308ba
 @dataclass

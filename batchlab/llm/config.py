@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 # %% auto #0
-__all__ = ['log', 'model_and_tokenizer', 'no_collection', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch',
-           'rope_side', 'select_runner', 'context_limit', 'free_memory', 'total_memory', 'Limits', 'fit_context',
-           'bytes_per_token', 'choose_limits', 'weights_digest', 'model_state']
+__all__ = ['log', 'model_and_tokenizer', 'check_causal', 'probe_model', 'probe_pooling', 'rope_switch', 'rope_side',
+           'select_runner', 'context_limit', 'free_memory', 'total_memory', 'Limits', 'fit_context', 'bytes_per_token',
+           'choose_limits', 'weights_digest', 'model_state']
 
 # %% ../../nbs/4_llm/config.ipynb #8ec2a59b
-import contextlib, gc, hashlib, logging, os
-from collections.abc import Iterator, Sequence
+import hashlib, logging, os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 import psutil, torch
@@ -80,19 +80,6 @@ def model_and_tokenizer(
     return model, tokenizer
 
 # %% ../../nbs/4_llm/config.ipynb #5daab18f
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's garbage collector waits meanwhile: a model and its tokenizer are many new
-    objects, and none of them is garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 @torch.inference_mode()
 def check_causal(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError` unless `model` takes ids, returns logits, and sees no token
@@ -252,8 +239,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
-    free = min([free, *(limit - used for limit, used in memory_limits())])
-    return max(0, free)
+    return max(0, min([free, *(limit - used for limit, used in memory_limits())]))
 
 
 def total_memory(device: torch.device) -> int:

@@ -22,7 +22,6 @@ from batchlab.llm.config import (
     choose_limits,
     free_memory,
     model_and_tokenizer,
-    no_collection,
     probe_model,
     probe_pooling,
     rope_switch,
@@ -95,14 +94,13 @@ class LoadedModel:
     ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
         asked = self.settings
         exact = asked.quantization != "w4a8"  # which rounds activations anyway
-        with no_collection():
-            return model_and_tokenizer(asked.model, tokenizer, asked.dtype, asked.device, exact)
+        return model_and_tokenizer(asked.model, tokenizer, asked.dtype, asked.device, exact)
 
     @property
     def model(self) -> PreTrainedModel:
         "The model; where `release` has given it back, its files are read again."
         if self._model is None:
-            self._model, _ = self._load(self.tokenizer)
+            self.reload()
         return self._model
 
     def reload(self) -> None:
