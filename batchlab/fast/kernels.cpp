@@ -78,58 +78,67 @@ static inline void store_weights(bf16* p, vf v) {
     store(p, v);
 #endif
 }
-// x[0:lo] and x[hi:n] are out of sight; p, in the place of x, gets the weights; returns the factor for all that was summed before
-template <class T>
-static inline float soften(float* x, T* p, int lo, int hi, int n, float cap, float& m, float& l) {
+// x[N][n], its rows STEP apart, are scores, of which row i sees those from lo[i] to hi[i] (excluded),
+// or all unless `hidden`. p, in the place of x, gets
+// the weights, fade the factors for all that was summed before.
+template <int N, class T>
+static inline void soften(float* x, T* p, const int* lo, const int* hi, bool hidden, int n, float cap, float* m, float* l,
+                          float* fade) {
     const int full = (n + W - 1) / W * W;
-    if (cap)
-        for (int i = 0; i < full; i += W) store(x + i, cap * vtanh(load(x + i) * (1 / cap)));
-    for (int i = 0; i < lo; i++) x[i] = -INFINITY;
-    for (int i = hi; i < full; i++) x[i] = -INFINITY;
-    if (hi <= lo) {
-        for (int i = 0; i < full; i += W) store(p + i, vf{});
-        return 1;
+    for (int r = 0; r < N && cap; r++)
+        for (int i = 0; i < full; i += W) store(x + r * STEP + i, cap * vtanh(load(x + r * STEP + i) * (1 / cap)));
+    for (int r = 0; r < N && hidden; r++) {
+        for (int i = 0; i < lo[r]; i++) x[r * STEP + i] = -INFINITY;
+        for (int i = hi[r]; i < full; i++) x[r * STEP + i] = -INFINITY;
     }
-    vf top = all(m);
-    for (int i = 0; i < full; i += W) {
-        vf y = load(x + i);
-        top = top > y ? top : y;
-    }
-    const float now = most(top),
-                fade = m == now || m == -INFINITY ? 1 : vexp(all(m - now))[0];  // in the first step nothing fades
-    vf t = {};
-    for (int i = 0; i < full; i += W) {
-        vf e = vexp_as(p, load(x + i) - now);
-        store_weights(p + i, e);
-        t += e;
-    }
-    l = l * fade + sum(t), m = now;
-    return fade;
+    vf v[N];
+    for (int r = 0; r < N; r++) v[r] = load(x + r * STEP);
+    for (int i = W; i < full; i += W)
+        for (int r = 0; r < N; r++) {
+            const vf y = load(x + r * STEP + i);
+            v[r] = v[r] > y ? v[r] : y;
+        }
+    const vf before = load(m), sums = load(l), highest = of_rows(v, [](vf a, vf b) { return a > b ? a : b; });
+    const vf now = before > highest ? before : highest;
+    vf gap = before - now;
+    gap = vexp(before == now ? vf{} : before == -INFINITY ? vf{} : gap);  // in the first step nothing fades
+    float tops[W];
+    store(tops, now == -INFINITY ? vf{} : now);  // nothing seen yet
+    for (int r = 0; r < N; r++) v[r] = vf{};
+    for (int i = 0; i < full; i += W)
+        for (int r = 0; r < N; r++) {
+            const vf e = vexp_as(p, load(x + r * STEP + i) - tops[r]);
+            store_weights(p + r * STEP * 4 / sizeof(T) + i, e);
+            v[r] += e;
+        }
+    const vi row = first_numbers();
+    store(fade, gap), store(m, row < N ? now : before);
+    store(l, row < N ? sums * gap + of_rows(v, [](vf a, vf b) { return a + b; }) : sums);
 }
 
-// o[N][M * W] += p[N][n] v[n / 64][64][M * W], n even, `at` numbers into each tile
+// o[N][M * W] = fade o + p[N][n] v[n / 64][64][M * W], n even, `at` numbers into each tile
 template <int N, int M, class T>
-static void weigh(const T* p, const T* const* v, int at, int n, float* o, int D, Prefetch& ahead) {
+static void weigh(const T* p, const T* const* v, int at, int n, const float* fade, float* o, int D, Prefetch& ahead) {
     vf a[N][M];
     for (int i = 0; i < N; i++)
-        for (int j = 0; j < M; j++) a[i][j] = load(o + i * D + j * W);
-    for (int tile = 0; tile < n; tile += COLUMNS) {
-        const T* w = v[tile / COLUMNS] + at;
-        for (int c = 0; c < std::min(COLUMNS, n - tile); c += 2) {
-            ahead.some();
-            multiply(p + tile + c, STEP * 4 / sizeof(T), w + c * D, D, a);
-        }
-    }
+        for (int j = 0; j < M; j++) a[i][j] = load(o + i * D + j * W) * fade[i];
+    const T* w = v[0] + at;
+    int c = 0;
+    do {  // the compiler keeps the sums in registers only if a pair is sure to come
+        ahead.some();
+        multiply(p + c, STEP * 4 / sizeof(T), w, D, a);
+        w = (c += 2) % COLUMNS ? w + 2 * D : v[c / COLUMNS % (STEP / COLUMNS)] + at;
+    } while (c < n);
     for (int i = 0; i < N; i++)
         for (int j = 0; j < M; j++) store(o + i * D + j * W, a[i][j]);
 }
 template <int N, class T>
-static void weigh_all(const T* p, const T* const* v, int n, float* o, int D, Prefetch& ahead) {
+static void weigh_all(const T* p, const T* const* v, int n, const float* fade, float* o, int D, Prefetch& ahead) {
     constexpr int E = 4 / sizeof(T);
     int d = 0;
-    for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v, d * E, n, o + d, D, ahead);
-    for (; d + 2 * W <= D; d += 2 * W) weigh<N, 2>(p, v, d * E, n, o + d, D, ahead);
-    for (; d < D; d += W) weigh<N, 1>(p, v, d * E, n, o + d, D, ahead);
+    for (; d + 4 * W <= D; d += 4 * W) weigh<N, 4>(p, v, d * E, n, fade, o + d, D, ahead);
+    for (; d + 2 * W <= D; d += 2 * W) weigh<N, 2>(p, v, d * E, n, fade, o + d, D, ahead);
+    for (; d < D; d += W) weigh<N, 1>(p, v, d * E, n, fade, o + d, D, ahead);
 }
 template <class T>
 static void last_pair(const T* v, int D, T* pair) {
@@ -146,7 +155,7 @@ struct Shape {
 template <class T>
 struct Unit {  // rows of queries, and what they have gathered; a row sees columns begin to end (excluded)
     T q[ROWS * DIM];
-    float s[TOGETHER * STEP], o[ROWS * DIM], m[ROWS], l[ROWS];
+    float s[TOGETHER * STEP], o[ROWS * DIM], m[ROWS + W], l[ROWS + W];
     i64 begin[ROWS], end[ROWS];
 };
 template <class T>
@@ -179,14 +188,15 @@ struct Tiles {  // those of a step: up to 128 columns
     }
 };
 
-// Weights of row r of u in the place of its scores s in n columns from c on; what was summed before fades
-template <class T>
-static inline void weigh_row(const Shape& z, Unit<T>& u, int r, i64 c, int n, float* s) {
-    const int lo = std::clamp<i64>(u.begin[r] - c, 0, n), hi = std::clamp<i64>(u.end[r] - c, 0, n);
-    const float fade = soften(s, (T*)s, lo, hi, n, z.softcap, u.m[r], u.l[r]);
-    if (fade == 1) return;
-    float* o = u.o + r * z.dim_v;
-    for (int d = 0; d < z.dim_v; d += W) store(o + d, load(o + d) * fade);
+// Weights of rows r to r + N (excluded) of u in the place of their scores s in n columns from c on
+template <int N, class T>
+static inline void weigh_rows(const Shape& z, Unit<T>& u, int r, i64 c, int n, float* s, float* fade) {
+    int lo[N] = {}, hi[N] = {};
+    bool hidden = n % W;
+    for (int i = 0; i < N; i++) hidden |= u.begin[r + i] > c || u.end[r + i] < c + n;
+    for (int i = 0; i < N && hidden; i++)
+        lo[i] = std::clamp<i64>(u.begin[r + i] - c, 0, n), hi[i] = std::clamp<i64>(u.end[r + i] - c, lo[i], n);
+    soften<N>(s, (T*)s, lo, hi, hidden, n, z.softcap, u.m + r, u.l + r, fade);
 }
 // Rows first to last (excluded) of u through the tiles of a step, whose columns are c and the next ones
 template <class T>
@@ -197,10 +207,15 @@ static void one_step(const Shape& z, Unit<T>& u, int first, int last, i64 c, con
     if (even < cols) last_pair(tiles.v[even / COLUMNS] + even % COLUMNS * DV, DV, pair);
     for (int r = first; r < last; r += RB)
         by_count<RB>(last - r, [&](auto n) {
-            scores<n>(u.q + r * D, D, tiles.k, cols, z.scale, u.s, ahead);
-            for (int i = 0; i < n; i++) weigh_row(z, u, r + i, c, cols, u.s + i * STEP);
-            weigh_all<n>(p, tiles.v, even, u.o + r * DV, DV, ahead);
-            if (even < cols) weigh_all<n>(p + even, &odd, 2, u.o + r * DV, DV, ahead);
+            // columns behind what the last of these rows sees are left out, in pairs
+            const i64 seen = (*std::max_element(u.end + r, u.end + r + n) - c + 1) / 2 * 2;
+            if (seen <= 0) return;
+            const int some = std::min<i64>(cols, seen), even = some / 2 * 2;
+            float fade[W];
+            scores<n>(u.q + r * D, D, tiles.k, some, z.scale, u.s, ahead);
+            weigh_rows<n>(z, u, r, c, some, u.s, fade);
+            if (even) weigh_all<n>(p, tiles.v, even, fade, u.o + r * DV, DV, ahead), store(fade, all(1));
+            if (even < some) weigh_all<n>(p + even, &odd, 2, fade, u.o + r * DV, DV, ahead);
         });
 }
 
@@ -231,7 +246,9 @@ static void tiled_step(const Shape& z, Unit<bf16>& u, int first, int last, i64 c
         for (int i = 0; i < m; i++) {
             float* s = u.s + i * STEP;
             for (int j = 0; j < cols; j += W) store(s + j, load(s + j) * z.scale);
-            weigh_row(z, u, r + i, c, cols, s);
+            float fade[W], *o = u.o + (r + i) * DV;
+            weigh_rows<1>(z, u, r + i, c, cols, s, fade);
+            for (int d = 0; d < DV && *fade != 1; d += W) store(o + d, load(o + d) * *fade);
             if ((cols + W - 1) / W % 2) store((bf16*)s + (cols + W - 1) / W * W, vf{});
         }
         for (int d = 0; d < DV; d += CV * W)

@@ -124,6 +124,39 @@ static inline float most(vf v) {
     if (W == 16) v = larger<W / 2>(v);
     return larger<1>(larger<2>(larger<4>(v)))[0];
 }
+static inline vi first_numbers() {  // 0, 1, 2 …
+    vi x;
+    for (int i = 0; i < W; i++) x[i] = i;
+    return x;
+}
+static inline vf taken(vf a, vf b, vi at) {  // of the numbers of a, and behind them b, those
+#ifdef __AVX512F__
+    return (vf)_mm512_permutex2var_ps((__m512)a, (__m512i)at, (__m512)b);
+#elif defined(__clang__)
+    vf y;
+    for (int i = 0; i < W; i++) y[i] = at[i] < W ? a[at[i]] : b[at[i] - W];
+    return y;
+#else
+    return __builtin_shuffle(a, b, at);
+#endif
+}
+// Number r becomes `op` of all numbers of v[r], for N up to W, in the order of `sum`
+template <int N, class F>
+static inline vf of_rows(const vf (&v)[N], F op) {
+    vf x[N];
+    for (int i = 0; i < N; i++) x[i] = v[i];
+    const vi lane = first_numbers();
+    vi row = {};
+    for (int s = W / 2, n = N, bit = 1; s; s /= 2, n = (n + 1) / 2, bit *= 2) {
+        row |= (lane & bit) == 0 ? vi{} : vi{} + s;
+        const vi from = (lane & s) == 0 ? lane : lane + W, with = from ^ s;
+        for (int k = 0; k < n; k += 2) {
+            const vf a = x[k], b = x[k + 1 < n ? k + 1 : k];
+            x[k / 2] = op(taken(a, b, from), taken(a, b, with));
+        }
+    }
+    return taken(x[0], x[0], row);
+}
 
 // AHEAD: so many blocks of rows fetch the next panel; FEW: for so many rows weights are fetched 4 KB before they are read
 constexpr int NR = 32, NV = NR / W, MR = W == 16 ? 12 : 3, AHEAD = 8, FEW = 4;
