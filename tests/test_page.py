@@ -138,7 +138,7 @@ def test_nothing_for_nobody(s, monkeypatch):
     made, of = [], trace_module.snapshot
     monkeypatch.setattr(trace_module, "snapshot", lambda llm: made.append(llm) or of(llm))
     asked, look = [], Live.look
-    monkeypatch.setattr(Live, "look", lambda self, *a: asked.append(self) or look(self, *a))
+    monkeypatch.setattr(Live, "look", lambda live: asked.append(live) or look(live))
     asking(s.url, "a").join()
     assert not lookouts(s.llm) and not made
     with looking(s.url) as a, looking(s.url) as b:

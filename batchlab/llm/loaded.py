@@ -100,7 +100,7 @@ class LoadedModel:
     def model(self) -> PreTrainedModel:
         "The model; where `release` has given it back, its files are read again."
         if self._model is None:
-            self.reload()
+            self._model, _ = self._load(self.tokenizer)
         return self._model
 
     def reload(self) -> None:
