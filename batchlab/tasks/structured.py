@@ -18,6 +18,7 @@ import regex, torch
 
 from ..errors import BatchlabError, ModelError, ParamError
 from ..models.load import one_line
+from ..core.blocks import shared_length
 from ..core.params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -587,10 +588,9 @@ class Grammar(Mask):
 
     def follow(self, output_ids: list[int]) -> bool:
         "Stand behind `output_ids`; whether they are all allowed and something may follow."
-        n = len(self.seen)
-        if output_ids[:n] != self.seen:
-            self.matcher.rollback(n)
-            n = 0
+        n = shared_length(output_ids, self.seen)
+        if n < len(self.seen):
+            self.matcher.rollback(len(self.seen) - n)
         taken = self.matcher.try_consume_tokens(output_ids[n:])
         self.seen = output_ids[: n + taken]
         ended = bool(output_ids) and output_ids[-1] in self.eos_ids
