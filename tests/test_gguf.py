@@ -329,9 +329,10 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_two_threads_read_two_files(tmp_path):
-    read = lambda seed: load_model(tiny_gguf(tmp_path / f"{seed}.gguf", seed), dtype="fp32")[0]
+    files = [tiny_gguf(tmp_path / f"{seed}.gguf", seed) for seed in range(2)]
+    loads = [lambda f=f: load_model(f, dtype="fp32")[0] for f in files]
     reader = gguf.GGUFReader
-    for seed, model in enumerate(in_threads(lambda: read(0), lambda: read(1))):
+    for seed, model in enumerate(in_threads(*loads)):
         want = tiny_model("llama", seed).state_dict()
         assert all(torch.equal(p, want[name]) for name, p in model.state_dict().items())
     assert gguf.GGUFReader is reader
