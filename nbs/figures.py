@@ -33,6 +33,11 @@ ENGINE = "basics", "core", "models", "fast", "llm", "tasks"  # the folders that 
 KINDS = [k for k in ("decode", "prefill", "cached", "again", "padded", "ink") if k in COLOURS]
 
 
+def short(n: float, digits: int) -> str:
+    "A number in `digits` digits, or whole from a thousand on."
+    return f"{n:,.{digits}g}" if abs(n) < 1000 else f"{n:,.0f}"
+
+
 def powers(low: float, high: float) -> list[float]:
     """Powers of two from `low` to `high`, or of ten if those would be more than ten: the marks
     of a logarithmic axis."""
@@ -101,7 +106,7 @@ def curves(
     mark_axis(c, left, right, [(x(v), v) for v in marks], x_label)
     legend(c, left, list(zip(kinds, lines)))
     written_lines(c, left, caption)
-    at = lambda p: f"{p[1]:,.4g} at {p[0]:,.4g}"
+    at = lambda p: f"{short(p[1], 4)} at {short(p[0], 4)}"
     said = [
         f"{name}: "
         + (", ".join(map(at, line)) if len(line) <= 12 else f"{at(line[0])} to {at(line[-1])}")
@@ -331,7 +336,7 @@ class Figure:
                 if note:
                     notes[name] = note(t.loc[i])
                 elif len(parts) == 1:
-                    notes[name] = f"{low.loc[i, parts[0]]:,.3g} to {high.loc[i, parts[0]]:,.3g}"
+                    notes[name] = " to ".join(short(t.loc[i, parts[0]], 3) for t in (low, high))
         said = names or ({} if len(parts) > 1 else {parts[0]: ""})  # a single one is the axis's
         key = {p: (k, said.get(p, p)) for p, k in zip(parts, KINDS)}
         return bars(rows, key, label or parts[0], notes, self.title, caption=self.caption)

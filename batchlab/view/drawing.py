@@ -296,7 +296,7 @@ def tile(c: Canvas, x: float, w: float, h: float, kind: str, text: object, tip: 
 
 # %% ../../nbs/8_view/drawing.ipynb #61454fc3
 def _said(n):
-    return f"{n:,.4g}" if isinstance(n, float) else f"{n:,}"
+    return f"{n:,.4g}" if abs(n) < 1000 else f"{n:,.0f}"
 
 
 def bars(
