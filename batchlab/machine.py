@@ -164,8 +164,9 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            gc.freeze()
-            gc.unfreeze()  # they count as old now, and need not be looked through as new ones
+            if not gc.get_freeze_count():  # what somebody has frozen stays so
+                gc.freeze()
+                gc.unfreeze()  # they count as old now, and need not be looked through as new ones
             gc.enable()
 
 # %% ../nbs/2_core/machine.ipynb #ompth002

@@ -1,6 +1,7 @@
 """Weights that stay in the groups of a GGUF file: the numbers of the library's own reader, and the bits of bf16 and fp32."""
 
 import sys
+import warnings
 from collections import Counter
 
 import gguf
@@ -20,7 +21,7 @@ from batchlab.models.gguf import numbers_of
 from batchlab.models.load import keeps_groups
 from torch import nn
 from gguf_files import files_of_families
-from helpers import generated, greedy, ids, in_threads
+from helpers import generated, greedy, ids, in_threads, kept_model
 
 FAMILIES = ["llama", "qwen3", "gemma3_text"]
 
@@ -336,6 +337,35 @@ def test_two_threads_read_two_files(tmp_path):
         want = tiny_model("llama", seed).state_dict()
         assert all(torch.equal(p, want[name]) for name, p in model.state_dict().items())
     assert gguf.GGUFReader is reader
+
+
+def test_another_thread_builds_modules_with_numbers_meanwhile(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM as auto
+
+    make, built = auto.from_config, []
+
+    def slowly(*args, **how):
+        built.extend(in_threads(lambda: nn.Linear(2, 2)))
+        return make(*args, **how)
+
+    monkeypatch.setattr(auto, "from_config", slowly)
+    model, _ = load_model(tiny_gguf(tmp_path / "tiny.gguf"))
+    assert [p.is_meta for m in (*built, model) for p in m.parameters()].count(True) == 0
+
+
+def test_threads_that_load_leave_the_process_as_it_was(tmp_path):
+    "transformers sets torch's dtype meanwhile; without a lock the second keeps what the first has set."
+    from transformers.utils import logging as tl
+
+    files = [tiny_gguf(tmp_path / "tiny.gguf")]
+    for seed in range(2):
+        model = tiny_model("llama", seed).to(torch.bfloat16)
+        files.append(kept_model(tmp_path / str(seed), model))
+    state = lambda: (torch.get_default_dtype(), tl.get_verbosity(), len(warnings.filters))
+    before = state()
+    loads = [lambda f=f: [load_model(f, dtype="bf16") for _ in range(9)] for f in files]
+    models = [model for some in in_threads(*loads) for model, _ in some]
+    assert state() == before and {p.dtype for m in models for p in m.parameters()} == {torch.bfloat16}
 
 
 def test_a_generation_config_beside_the_file_counts(tmp_path):

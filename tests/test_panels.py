@@ -151,6 +151,18 @@ def test_without_room_nothing_is_kept_and_nothing_fails(folder, file, monkeypatc
     assert not folder.is_dir() or not [*folder.iterdir()]
 
 
+def test_what_a_killed_process_left_goes_before_another_looks_for_room(folder, file, monkeypatch):
+    old, new = folder / "panels-old.tmp", folder / "panels-new.tmp"
+    folder.mkdir(parents=True)
+    for path in (old, new):
+        path.write_bytes(b"GGUF")
+    os.utime(old, (0, 0))
+    free = lambda _: SimpleNamespace(free=1000 * (not old.exists()))
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    packed(file, some_panels(n=1))[0].keep()
+    assert sorted(folder.iterdir()) == sorted([P.place_of(file), new])
+
+
 @pytest.mark.parametrize("value", ["much", "-1", "nan", "inf"])
 def test_a_limit_that_is_no_number_is_refused(file, monkeypatch, value):
     monkeypatch.setenv("BATCHLAB_PANELS", value)

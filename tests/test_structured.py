@@ -746,6 +746,14 @@ CHEAP = dict(
 )
 
 
+def test_levels_up_to_the_limit_are_taken_and_checked():
+    n = structured.DEEPEST - 1
+    assert n == 99
+    schema = nested(n, lambda s: dict(type="array", items=s))
+    grammars().of(wish(json=schema))
+    assert structured.Validity(schema)("[" * n + "]" * n) == ""
+
+
 @pytest.mark.parametrize("form", CHEAP.values(), ids=CHEAP)
 def test_what_looks_large_and_is_cheap_is_taken(form):
     out = one(max_tokens=60, **form)

@@ -348,7 +348,7 @@ def _attention_right(kernels: Kernels) -> Iterator[bool]:
     every = torch.arange(7 * COLUMNS)
     gen = torch.Generator().manual_seed(0)
     q, k, v, sinks = (
-        torch.randn(s, generator=gen)
+        torch.randn(s, generator=gen, dtype=torch.float32)
         for s in ((whole.num_tokens, 6, 48), (len(every), 2, 48), (len(every), 2, 48), (6,))
     )
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):

@@ -307,7 +307,7 @@ class Kernels:
         The byte `top + 1` is 0, the largest magnitude of a row becomes `top`. The scale of a row
         that isn't finite is NaN."""
         bytes = torch.empty(x.shape, dtype=torch.uint8)
-        scales = torch.empty(len(x))
+        scales = torch.empty(len(x), dtype=torch.float32)
         self.calls["quantize", x.dtype](
             address(x, x.dtype, x.numel()),
             bytes.data_ptr(),
@@ -328,7 +328,7 @@ class Kernels:
         the panels are put into."""
         rows, d, N, K = row_addresses(weights)
         panels = empty((-(-N // 32), K // 4, 32, 4), dtype=torch.int8)
-        scales = torch.empty(N)
+        scales = torch.empty(N, dtype=torch.float32)
         starts = torch.empty(32 * len(panels), dtype=torch.int32)
         lie = (t.data_ptr() for t in (rows, panels, starts, scales))
         self.calls["pack_bytes", d](*lie, N, K, block, 127)

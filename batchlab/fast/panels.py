@@ -85,6 +85,7 @@ class KeptPanels:
             if pages is None and (size := file.stat().st_size) >= LEAST:
                 folder = self.path.parent
                 folder.mkdir(parents=True, exist_ok=True)
+                make_room(folder, 0, panel_limit())  # a killed process left its file
                 self.new = tempfile.NamedTemporaryFile(prefix="panels-", suffix=".tmp", dir=folder)
                 self.new.truncate(2**20 + 4 * size)  # all of it a hole
                 pages = mmap.mmap(self.new.fileno(), 0)

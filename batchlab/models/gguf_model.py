@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ['ARCHITECTURES', 'IDLE_KEYS', 'Architecture', 'architecture_of', 'read_config', 'ModelTensors', 'read_model']
 
 # %% ../../nbs/3_models/gguf_model.ipynb #ggm00005
-import mmap, threading
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .gguf import QUANT_TYPES, Blocks, GGUFFile, GroupedTensor, dequantize
 
@@ -334,7 +335,12 @@ class ModelTensors:
             setattr(module, last, x)
 
 # %% ../../nbs/3_models/gguf_model.ipynb #ggm00021
-_filling = threading.Lock()  # accelerate makes parameters of all modules of the process empty
+class _Outline(TorchFunctionMode):
+    "Inside, what this thread has `torch.empty` make takes no memory, as a new model's weights."
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = dict(device="meta") if func is torch.empty else {}
+        return func(*args, **(kwargs or {}) | own)
 
 
 def read_model(
@@ -343,18 +349,17 @@ def read_model(
     """The model of a file whose special tokens are `ids`, in `dtype`; weights of the forms of `QUANT_TYPES`
     that linear layers and embeddings have stay in groups if `grouped`. Raises
     `UnsupportedModelError`."""
-    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     config = read_config(file, ids)
-    with _filling:
-        with init_empty_weights():
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        model.tie_weights()  # a head that is tied to the embedding is no parameter of its own
-        ModelTensors(file, model).fill(grouped)
+    with _Outline():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # a head that is tied to the embedding is no parameter of its own
+    ModelTensors(file, model).fill(grouped)
     model.tie_weights()
     if hasattr(mmap, "MADV_DONTNEED"):  # pages that were read to be moved or dequantised
         for reader in file.readers:
             mapped: Any = reader.data
             mapped._mmap.madvise(mmap.MADV_DONTNEED)
     return model
+

@@ -5,7 +5,7 @@
 # %% ../../nbs/3_models/load.ipynb #d810957d
 from __future__ import annotations
 
-import contextlib, json, logging, re, warnings
+import contextlib, json, logging, re, threading, warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,22 +104,27 @@ def resolve_dtype(
     return torch.float32 if slow else want
 
 # %% ../../nbs/3_models/load.ipynb #a0be9314
+_alone = threading.RLock()  # what `quiet` sets, and what transformers sets meanwhile, is the process's
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    "transformers' progress bars, log lines and warnings off, and back as they were."
+    """transformers' progress bars, log lines and warnings off, and back as they were: in one thread
+    after the other."""
     from transformers.utils import logging as tl
 
-    level, bar = tl.get_verbosity(), tl.is_progress_bar_enabled()
-    tl.set_verbosity(logging.CRITICAL)
-    tl.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with _alone, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        level, bar = tl.get_verbosity(), tl.is_progress_bar_enabled()
+        tl.set_verbosity(logging.CRITICAL)
+        tl.disable_progress_bar()
+        try:
             yield
-    finally:
-        tl.set_verbosity(level)
-        if bar:
-            tl.enable_progress_bar()
+        finally:
+            tl.set_verbosity(level)
+            if bar:
+                tl.enable_progress_bar()
+
 
 # %% ../../nbs/3_models/load.ipynb #12073d0a
 def one_line(e: BaseException) -> str:

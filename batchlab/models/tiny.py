@@ -210,7 +210,7 @@ def tiny_model(
     `overrides` are config values. Same seed, same weights. Raises `UnsupportedModelError`."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
-    with torch.random.fork_rng(devices=[]), quiet():
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = _tiny_config(arch, overrides)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -63,7 +63,7 @@ POOLINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(
     max=lambda x: x.amax(0),
     mean_sqrt_len_tokens=lambda x: x.sum(0) / len(x) ** 0.5,
     weightedmean=lambda x: (
-        (x * (w := torch.arange(1.0, len(x) + 1, device=x.device)[:, None])).sum(0) / w.sum()
+        (x * (w := torch.arange(1, len(x) + 1, device=x.device).float()[:, None])).sum(0) / w.sum()
     ),
 )
 

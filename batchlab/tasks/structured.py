@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['DEEPEST', 'MOST_PROPERTIES', 'LARGEST_DOUBLE', 'NOT_HELD', 'SLOWEST', 'WHITESPACE', 'LONGEST', 'MOST', 'MOST_SCHEMA',
-           'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'check_schema', 'Validity', 'grammar_text', 'check_wish',
-           'own_cuts', 'Mask', 'LabelMask', 'Grammar', 'Grammars', 'grammars_of', 'grammar_for']
+__all__ = ['DEEPEST', 'MOST_PROPERTIES', 'LARGEST_DOUBLE', 'NOT_HELD', 'SLOWEST', 'MOST_REFERENCES', 'WHITESPACE', 'LONGEST',
+           'MOST', 'MOST_SCHEMA', 'LONGEST_TEXT', 'FEW', 'STATES', 'vocabulary', 'check_schema', 'Validity',
+           'grammar_text', 'check_wish', 'own_cuts', 'Mask', 'LabelMask', 'Grammar', 'Grammars', 'grammars_of',
+           'grammar_for']
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #a5cae600
 def _unspeakable(tokenizer: Any) -> tuple[str, dict[str, int]]:
@@ -201,7 +202,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/5_tasks/30_structured.ipynb #val00002
 SLOWEST = 2.0  # seconds of processor time to check one answer
-DEEPEST = 64  # references in it, one in the other
+MOST_REFERENCES = 64  # in it, one in the other
 
 
 class Validity:
@@ -241,8 +242,8 @@ class Validity:
         def walk(*given: Any) -> Iterator[Exception]:
             self.depth += 1
             try:
-                if self.depth > DEEPEST:
-                    raise RecursionError(f"more than {DEEPEST} references, one in the other")
+                if self.depth > MOST_REFERENCES:
+                    raise RecursionError(f"more than {MOST_REFERENCES} references, one in the other")
                 yield from rule(*given)
             finally:
                 self.depth -= 1
