@@ -1,8 +1,6 @@
-"""Batches of a server: killed at random moments, cancelled, too late, beside other requests; each line has one record, and the tokens that it gets alone.
+"Batches of a server: killed at random moments, cancelled, too late, beside other requests; each line has one record, and the tokens that it gets alone."
 
-As a script it kills a server as often as it is told: python tests/test_batches.py 30, or with --online the command while clients talk to it"""
-
-import contextlib, errno, functools, json, math, os, random, re, signal, socket, sqlite3, subprocess, sys, threading, time
+import asyncio, contextlib, errno, functools, json, math, os, random, re, signal, socket, sqlite3, subprocess, sys, threading, time
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from helpers import (
     ask,
     by_line,
     chat,
-    kept_model,
+    draws,
     line,
     posix,
     step_of,
@@ -46,7 +44,8 @@ httpx, fastapi, uvicorn, openai = [
     pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
     for name in ("httpx", "fastapi", "uvicorn", "openai")
 ]
-from batchlab.serve.routes import batch_router
+from batchlab.jobs.settings import BadRequest
+from batchlab.serve.routes import batch_router, limited
 
 sys.path.append(str(ROOT / "nbs"))
 from simulate import beside_a_batch
@@ -228,6 +227,16 @@ def valid(object, name):
     return object
 
 
+def test_thoughts_are_counted(tmp_path):
+    from test_thinking import TALK, llm
+
+    with serving(tmp_path, llm.__wrapped__()) as server:
+        done = server.run([line(0, CHAT, messages=TALK, max_tokens=24)], endpoint=CHAT)
+        [record] = server.records(done["output_file_id"])
+    own = record["response"]["body"]["usage"]["completion_tokens_details"]
+    assert done["usage"]["output_tokens_details"] == own != dict(reasoning_tokens=0)
+
+
 def test_with_the_openai_client(server, tmp_path):
     lines, c, path = asks(20), server.client, tmp_path / "in.jsonl"
     path.write_bytes(jsonl(lines))
@@ -252,6 +261,8 @@ def test_with_the_openai_client(server, tmp_path):
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
     assert {f.purpose for f in c.files.list()} == {"batch", "batch_output"}
     assert [f.id for f in c.files.list(purpose="batch")] == [file.id]
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        c.batches.create(**wish(batch.output_file_id))
     assert c.files.delete(file.id).deleted
     with pytest.raises(openai.NotFoundError):
         c.files.retrieve(file.id)
@@ -355,7 +366,6 @@ def test_fail_whole(tmp_path):
 
 
 def test_lines_stop_at_the_signal_and_not_after_the_drain(tmp_path, monkeypatch):
-    import asyncio
     from batchlab.serve.app import Server as HTTP, create_app
 
     own = model()
@@ -433,7 +443,8 @@ def test_a_file_ends_and_one_in_use_stays(tmp_path):
         ends = create_file(server.store, "a", jsonl(long()), expires_after=3600)
         id, path = server.runner.create(wish(ends))["id"], f"/files/{ends['id']}"
         clock.late = 3700
-        assert server.http.delete(path).status_code == 409
+        said = server.http.delete(path)
+        assert (said.status_code, said.headers["x-should-retry"]) == (409, "false")
         assert server.http.get(path).status_code == 200
         server.runner.cancel(id)
         server.wait(id)
@@ -587,6 +598,16 @@ def test_too_large_an_upload(tmp_path):
         assert e.value.status_code == 413
         assert len([*(tmp_path / "files").iterdir()]) == 1
 
+    async def chunks():
+        for _ in range(3):
+            yield b"x" * 2**20
+
+    async def read():  # no more than that is read, whatever its length is said to be
+        return [x async for x in limited(chunks(), 5000)]
+
+    with pytest.raises(BadRequest, match="5,000"):
+        asyncio.run(read())
+
 
 def test_pages(server):
     ids = [server.upload([ask(i)])["id"] for i in range(7)]
@@ -600,15 +621,8 @@ def test_pages(server):
     assert get(limit=6)["has_more"]
     made = [server.runner.create(wish(i))["id"] for i in ids]
     assert [b.id for b in server.client.batches.list(limit=2)] == made[::-1]  # page by page
-
-
-def test_two_servers_on_one_folder(server, tmp_path):
     with pytest.raises(JobError, match="another server"):
-        BatchStore(tmp_path / "data")
-    code = "import sys; from batchlab.serve.batches import BatchStore; BatchStore(sys.argv[1])"
-    words = [sys.executable, "-c", code, tmp_path / "data"]
-    p = subprocess.run(words, capture_output=True, text=True)
-    assert "JobError: another server" in p.stderr
+        BatchStore(server.store.path)
 
 
 def full_disk(*_):
@@ -622,7 +636,9 @@ def full_database(*_):
     raise error
 
 
-@pytest.mark.parametrize("where,fails", [("NewFile.write", full_disk), ("put", full_database)])
+@pytest.mark.parametrize(
+    "where,fails", [("NewFile.write", full_disk), ("os.fsync", full_disk), ("put", full_database)]
+)
 def test_a_full_disk_at_an_upload(server, monkeypatch, where, fails):
     monkeypatch.setattr(f"batchlab.serve.batches.{where}", fails)
     error = refused(server, 507, server.http.post("/files", **form(asks(1))))
@@ -1074,37 +1090,33 @@ def test_a_lifted_request_stays_until_it_ends():
     assert s.waiting[-2:] == night[1:]
 
 
-def mixed(longer=1):
+def mixed():
     "400 lines, some of which end at a letter, and two that can't run."
     stop = lambda i: {} if i % 3 else dict(stop="e")
-    good = [ask(i, max_tokens=longer * (5 + i % 20), **stop(i)) for i in range(400)]
+    good = [ask(i, max_tokens=5 + i % 20, **stop(i)) for i in range(400)]
     return [*good, "no JSON", ask(5)]
 
 
-def serve(folder, longer):
+def serve(folder):
     "A server in a process of its own, to be killed; without HTTP. It begins a batch if there is none, and ends when all have."
     store = BatchStore(folder)
     runner = BatchRunner(store, model(num_hidden_layers=1), model_name="tiny").start()
     if not page_of_objects(store, "batch")["data"]:  # as a client would, who finds the upload again
         there = page_of_objects(store, "file")["data"]
-        runner.create(wish((there or [create_file(store, "in.jsonl", jsonl(mixed(longer)))])[0]))
+        runner.create(wish((there or [create_file(store, "in.jsonl", jsonl(mixed()))])[0]))
     print("runs", flush=True)
     while next_batch(store):
         time.sleep(0.01)
 
 
 def template():
-    """A process that has imported everything. For each line it forks one that serves a folder or, if it is JSON, is a command. That one says its
-    number first; the template says its status at last."""
-    import batchlab.cli, batchlab.serve.app
+    "A process that has imported everything. For each line it forks one that serves this folder, and says its number first; its own status comes last."
 
     model()
     for asked in sys.stdin:
         if not (pid := os.fork()):
             print(os.getpid(), flush=True)
-            if asked[0] == "[":
-                os._exit(batchlab.cli.main(json.loads(asked)))
-            serve(Path(asked.strip()), int(sys.argv[2]))
+            serve(Path(asked.strip()))
             os._exit(0)
         print("ended", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
@@ -1112,13 +1124,11 @@ def template():
 class Forks:
     "Servers without HTTP, one at a time, from a `template`; `start` one, `kill` it, or let it `end`."
 
-    early, share = 0.3, 2  # seconds of a start in which it may be killed
-
-    def __init__(self, longer=1, script=__file__):
-        self.longer, self.script = longer, script
+    def __init__(self, script=__file__):
+        self.script = script
 
     def __enter__(self):
-        words = [sys.executable, self.script, "--template", str(self.longer)]
+        words = [sys.executable, self.script]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.p = subprocess.Popen(words, env=ENV, **pipes)
         return self
@@ -1137,9 +1147,6 @@ class Forks:
             self.runs.set()
         self.status = int(line[1])
         self.runs.set()
-
-    def ready(self):
-        self.runs.wait()
 
     def ended(self):
         return self.status is not None
@@ -1173,35 +1180,32 @@ def answered(folder):
     return sum(p.read_bytes().count(b"batch_req_") for p in folder.glob("files/*.jsonl"))
 
 
-def kill_often(servers, folder, times, seed=3):
-    "Kill `servers` on `folder` at random moments, and let one more begin. How many were in the middle of the batch."
-    rng, done, inside = random.Random(seed), 0, 0
+def kill_often(servers, folder, times):
+    "Kill `servers` on `folder` at random moments, and let one more begin."
+    rng, done = random.Random(3), 0
     for _ in range(times):
         servers.start(folder)
         early = rng.random() < 0.3
-        more = rng.randrange(1, max(2, servers.share * 402 // (times + 1)))
+        more = rng.randrange(1, max(2, 2 * 402 // (times + 1)))
         if early:  # at any moment of its start
-            time.sleep(rng.random() * servers.early)
+            time.sleep(rng.random() * 0.3)
         else:
-            servers.ready()
+            servers.runs.wait()
         while not early and not servers.ended() and answered(folder) < min(done + more, 402):
             time.sleep(0.001)
         servers.kill()
         done = answered(folder)
-        inside += done < 402
     servers.start(folder)
-    return inside
 
 
-def check_killed(folder, times, seed):
+@posix
+def test_killed_at_random_moments(tmp_path):
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
     with Forks() as forks:
-        for path, n in [(calm := folder / "calm", 0), (killed := folder / f"killed-{seed}", times)]:
-            kill_often(forks, path, n, seed)
+        for path, n in ((calm, 0), (killed, draws(4))):
+            kill_often(forks, path, n)
             assert forks.end() == 0
-    check_equal(records_in(calm), records_in(killed))
-
-
-def check_equal(calm, killed):
+    calm, killed = records_in(calm), records_in(killed)
     assert by_line(killed[1]) == by_line(calm[1]) and len(killed[1]) == 402
     for batch, _ in (calm, killed):
         assert batch["request_counts"] == dict(total=402, completed=400, failed=2)
@@ -1209,144 +1213,5 @@ def check_equal(calm, killed):
     assert {r["custom_id"] for r in killed[1] if not r["error"]} == {f"r{i}" for i in range(400)}
 
 
-@posix
-def test_killed_at_random_moments(tmp_path):
-    check_killed(tmp_path, 4, seed=3)
-
-
-# Killed while clients talk to it: a script, as it takes long
-
-
-class Command(Forks):
-    "`batchlab serve` on a port that stays, one process after the other."
-
-    early, share = 1.0, 1
-
-    def __init__(self, model):
-        super().__init__()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-        words = f"--port {self.port} --no-request-log --served-model-name tiny --dtype fp32"
-        self.words = [*words.split(), "--max-num-seqs", "4", "--model", str(model)]
-
-    def start(self, folder):
-        super().start(json.dumps(["serve", "--data", str(folder), *self.words]))
-
-    def ready(self):
-        while not self.ended():
-            try:
-                return httpx.get(f"{self.url}/models").raise_for_status()
-            except httpx.HTTPError:
-                time.sleep(0.02)
-        raise AssertionError("the server has ended")
-
-
-GREEDY = dict(max_tokens=30, temperature=0)
-
-
-class Talk:
-    "Clients that ask all the time, whole and streamed, counted in `right` and `broken`. What comes must be `expected`, and what breaks off a beginning of it."
-
-    def __init__(self, url, expected):
-        self.url, self.expected, self.over = url, expected, threading.Event()
-        self.right, self.broken, self.wrong = [0, 0], 0, []
-        self.threads = [threading.Thread(target=self.talk, args=(k % 2,)) for k in range(3)]
-        for t in self.threads:
-            t.start()
-
-    def talk(self, streamed):
-        client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
-        while not self.over.is_set():
-            prompt, whole = random.choice([*self.expected.items()])
-            got, broken = "", None
-            try:
-                for text in self.texts(client, prompt, streamed):
-                    got += text
-                self.right[streamed] += got == whole
-            except (httpx.HTTPError, openai.APIError) as e:
-                broken, self.broken = e, self.broken + 1
-            gone = whole.startswith(got) and getattr(broken, "status_code", 503) == 503
-            if not (gone if broken else got == whole):
-                self.wrong.append((prompt, got, broken))
-            self.over.wait(random.random() * 0.1)  # else the batch would have no slot left
-
-    def texts(self, client, prompt, streamed):
-        "The parts of an answer as they come."
-        ask = dict(GREEDY, model="tiny", messages=[dict(role="user", content=prompt)])
-        answer = client.chat.completions.create(
-            **ask, stream=bool(streamed), extra_body=dict(ignore_eos=True)
-        )
-        if streamed:
-            for event in answer:
-                yield event.choices[0].delta.content or ""
-        else:
-            yield answer.choices[0].message.content
-
-    def end(self):
-        self.over.set()
-        for t in self.threads:
-            t.join()
-        assert not self.wrong, self.wrong[:3]
-
-
-def expected_of(folder):
-    "What the model, kept in `folder`, says to some prompts."
-    path = kept_model(folder, model(num_hidden_layers=1).model)
-    own = LLM(path, dtype="fp32", max_num_seqs=4)
-    prompts = [f"what is {i}? " + "please " * (i % 7) for i in range(40)]
-    talks = [[dict(role="user", content=p)] for p in prompts]
-    outs = own.chat(talks, SamplingParams(**GREEDY, ignore_eos=True))
-    return dict(zip(prompts, texts(outs)))
-
-
-def check_killed_online(folder, times, seed):
-    "Kill `batchlab serve` in the middle of a batch while clients chat: every line once as in a calm run, and what they heard is right."
-    with Forks(longer=6) as forks:
-        forks.start(folder / "calm")
-        assert forks.end() == 0
-    expected, data = expected_of(folder / "model"), folder / "data"
-    with Command(folder / "model") as server:
-        server.start(data)
-        server.ready()
-        with openai.OpenAI(base_url=server.url, api_key="none") as client:
-            file = client.files.create(file=("in.jsonl", jsonl(mixed(longer=6))), purpose="batch")
-            batch = client.batches.create(**wish(file.id))
-            talk = Talk(server.url, expected)
-            try:
-                server.kill()
-                inside = 1 + kill_often(server, data, times - 1, seed)
-                server.ready()
-                while (done := client.batches.retrieve(batch.id)).status not in ENDED_STATES:
-                    time.sleep(0.1)
-            finally:
-                talk.end()
-        os.kill(server.pid, signal.SIGTERM)
-        assert server.end() == 0 and done.status == "completed"
-    check_equal(records_in(folder / "calm"), records_in(data))
-    return inside, talk
-
-
-def main():
-    import argparse, tempfile
-
-    parser = argparse.ArgumentParser(description="Kill a server in the middle of a batch.")
-    parser.add_argument("times", type=int)
-    parser.add_argument("seed", type=int, nargs="?", default=0)
-    online = "batchlab serve, while clients talk to it"
-    parser.add_argument("--online", action="store_true", help=online)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as d:
-        if args.online:
-            inside, talk = check_killed_online(Path(d), args.times, args.seed)
-            whole, streams = talk.right
-            print(f"online: {whole} whole answers and {streams} streams, all right")
-            print(f"{talk.broken} broken off or refused")
-            print(f"{inside} kills were in the middle of the batch")
-        else:
-            check_killed(Path(d), args.times, args.seed)
-    print(f"{args.times} kills: each line answered once, as in a calm run")
-
-
 if __name__ == "__main__":
-    template() if sys.argv[1:2] == ["--template"] else main()
+    template()

@@ -1,9 +1,6 @@
-"""A server among clients that send byte by byte, nonsense, too much, or leave: who behaves is served meanwhile, and nothing is left behind.
+"A server among clients that send byte by byte, nonsense, too much, or leave: who behaves is served meanwhile, and nothing is left behind."
 
-As a script it serves a tiny model in a process of its own, with as many requests as it is told, a third of whose clients hang up: python tests/test_hostile.py 10000
---together says how many connections there are at once (1,000)."""
-
-import asyncio, contextlib, http.client, json, os, random, re, signal, socket, struct, sys, threading, time
+import asyncio, contextlib, http.client, json, random, re, signal, socket, struct, sys, time
 from functools import partial
 
 import pytest
@@ -16,6 +13,7 @@ from batchlab.serve.answers import RETRY_AFTER
 from batchlab.serve.app import Server, create_app, listen, url_of
 from helpers import (
     added_up,
+    draws,
     events_of,
     greedy,
     paused_after,
@@ -152,7 +150,9 @@ def test_what_never_comes_is_not_waited_for():
         for c, (sent, _) in zip(held, halves):
             c.sendall(sent)
         for c, (sent, said) in zip(held, halves):
-            assert [status for status, _ in answers(read_all(c))] == said, sent
+            got = read_all(c)
+            assert [status for status, _ in answers(got)] == said, sent
+            assert 408 not in said or b"connection: close" in got
 
 
 def test_an_answer_given_early_is_heard_and_the_rest_of_the_body_dropped(s):
@@ -345,14 +345,8 @@ BODIES_SENT = [
     (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nested"),
     (b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}", 400, "digits"),
     (b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", 400, "n must be"),
-    (b'{"prompt": "a", "temperature": 1e999}', 400, ""),
-    (b'{"prompt": "a", "temperature": -Infinity}', 400, "Infinity"),
-    (b'{"prompt": [' + b"9" * 4000 + b"]}", 400, ""),
     (b'{"prompt": "a", "' + b"k" * 10**6 + b'": 1}', 400, "kkk"),
-    (dict(logit_bias={str(i): 1 for i in range(10**5)}), 400, "logit_bias"),
     (b'{"prompt": "a", "logit_bias": {"5": ' + b"9" * 400 + b"}}", 400, "logit_bias"),
-    (b'{"prompt": "a", "logit_bias": {"5": 1e400}}', 400, "logit_bias"),
-    (dict(stop=["x"] * 10**5), 400, "stop"),
     (dict(prompt=["a"] * 10**5), 400, "at once"),
 ]
 
@@ -411,7 +405,8 @@ def test_a_long_wait_in_a_stream_is_not_silent():
         stack.enter_context(paused_after(s.llm, 0))
         events, quiet, waits = [], 0, 0
         with s.web.stream("POST", "/v1/completions", json=body | dict(stream=True)) as r:
-            assert r.status_code == 200
+            assert r.status_code == 200 and r.headers["cache-control"] == "no-cache"
+            assert r.headers["x-accel-buffering"] == "no"  # or nginx keeps all to the end
             for line in r.iter_lines():
                 quiet = quiet + 1 if line == ": keep-alive" else 0 if line else quiet
                 events += events_of(line)
@@ -464,9 +459,9 @@ def text_in(raw):
     return choice["text"]
 
 
-async def crowd(where, count, together, seed=0, want=None):
+async def crowd(where, count, together, want, seed):
     """`count` requests, as many at once as `together`; a third of their clients leave at random places. How many were answered, and
-    the answers that are not those of `want`, or of a calm hour."""
+    the answers that are not those of `want`."""
     rand, gate, wrong = random.Random(seed), asyncio.Semaphore(together), []
 
     async def ask(i, leave=None, reset=False):
@@ -504,8 +499,6 @@ async def crowd(where, count, together, seed=0, want=None):
             if how[0] is None and got != want[i % 24]:
                 wrong.append((i, got))
 
-    want = want or [await ask(i) for i in range(24)]
-    assert all(isinstance(text, str) for text in want), want
     leaves = lambda: (rand.randrange(6), rand.random() < 0.5)
     hows = [leaves() if rand.random() < 1 / 3 else (None, False) for _ in range(count)]
     await asyncio.gather(*(one(i, how) for i, how in enumerate(hows)))
@@ -517,30 +510,26 @@ def test_a_crowd_of_which_a_third_hangs_up(s):
     outs = s.llm.generate([b["prompt"] for b in BODIES], [greedy(b["max_tokens"]) for b in BODIES])
     failed = lambda: [s.llm.stats().requests.get(why, 0) for why in ("error", "timeout")]
     before = failed()
-    said, wrong = asyncio.run(crowd(s.where, 300, 100, seed=2, want=texts(outs)))
-    assert not wrong and said > 150
+    said, wrong = asyncio.run(crowd(s.where, draws(300), 100, texts(outs), seed=2))
+    assert not wrong and said > draws(150)
     until(lambda: not any(state(s.server).values()))
     assert failed() == before
 
 
 def serve(descriptors):
     "A server in a process of its own, whose state is at /state. Says where it listens."
-    if descriptors:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-    import logging, tempfile
+    import logging, resource, tempfile
     from fastapi import APIRouter
     from batchlab.serve.batches import BatchRunner, BatchStore
 
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     logging.getLogger("uvicorn.error").addHandler(logging.NullHandler())
     router, sock = APIRouter(), listen("127.0.0.1", 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @router.get("/state")
     async def look():
-        tasks = dict(threads=threading.active_count(), loop=len(asyncio.all_tasks()))
-        return state(server) | tasks | dict(room=server.config.limit_concurrency)
+        return state(server) | dict(room=server.config.limit_concurrency)
 
     def ready():
         print("a tiny model is served at", url_of(sock), file=sys.stderr, flush=True)
@@ -552,10 +541,6 @@ def serve(descriptors):
         server.run([sock])
 
 
-def process(descriptors=0):
-    return server_process(__file__, "--serve", str(descriptors))
-
-
 def where_of(url):
     host, port = url.removeprefix("http://").split(":")
     return host, int(port)
@@ -565,7 +550,10 @@ def where_of(url):
 def test_a_server_with_few_file_descriptors():
     "It says 503 to some, closes others, goes on, and writes no flood of errors."
     form = dict(files=dict(file=("a.jsonl", b"{}")), data=dict(purpose="batch"))
-    with process(96) as (p, url, said), httpx.Client(base_url=url, timeout=100) as web:
+    with (
+        server_process(__file__, "96") as (p, url, said),
+        httpx.Client(base_url=url, timeout=100) as web,
+    ):
         state = lambda: web.get("/state").json()
         post = lambda path, **more: web.post(f"/v1/{path}", **more).status_code
         room = state()["room"]
@@ -583,33 +571,5 @@ def test_a_server_with_few_file_descriptors():
     assert len(said) < 500, said[:20]
 
 
-def main(count, together, seed=0):
-    "Run a crowd, and print what the server holds before it and after. 1 if an answer is wrong or something is left, else 0."
-    with process() as (p, url, said), httpx.Client(base_url=url, timeout=100) as web:
-
-        def held():
-            return web.get("/state").json() | dict(fds=len(os.listdir(f"/proc/{p.pid}/fd")))
-
-        def rests():
-            now = held()
-            del now["threads"], now["loop"], now["room"], now["fds"], now["blocks"]
-            return now.pop("tasks") <= 1 and now.pop("connections") <= 2 and not any(now.values())
-
-        first, start = held(), time.perf_counter()
-        stayed, wrong = asyncio.run(crowd(where_of(url), count, together, seed))
-        took = time.perf_counter() - start
-        until(rests)
-        last = held()
-    print("before:", first, "after:", last, sep="\n")
-    print(f"{count:,} requests in {took:.0f} s, {together:,} at once; {stayed:,} clients stayed")
-    print(f"{len(wrong)} wrong answers, {len(said)} lines of errors", *wrong[:5], sep="\n")
-    return int(bool(wrong) or last["fds"] > first["fds"] + 2)
-
-
 if __name__ == "__main__":
-    args = sys.argv[1:]
-    if args[:1] == ["--serve"]:
-        serve(int(args[1]))
-    else:
-        together = int(args[args.index("--together") + 1]) if "--together" in args else 1000
-        sys.exit(main(int(args[0]) if args and args[0].isdigit() else 10_000, together))
+    serve(int(sys.argv[1]))

@@ -219,11 +219,14 @@ def test_items_that_are_sent_with_one_id_are_listed_once_each(shared):
 def test_a_clock_that_jumps_ahead_ends_nothing(tmp_path, monkeypatch):
     "Until the server starts again: by then it is either right, or the time has come."
     with keeping(tmp_path, clock=None) as s:
-        id = whole(s, input="a", **HOLD)["id"]
+        id, own = whole(s, input="a", **HOLD)["id"], s.server.batches
+        file = batches.create_file(s.store, "a", b"{}")
+        waits = batches.create_batch(s.store, test_batches.wish(file))["id"]  # which nobody begins
         late = SimpleNamespace(time=lambda: time.time() + 31 * 24 * 3600, monotonic=time.monotonic)
         monkeypatch.setattr(batches, "time", late)
+        s.store.clock = late.time
         whole(s, input="b", **HOLD)
-        assert fetched(s, id)["id"] == id
+        assert fetched(s, id)["id"] == id and batches.why_ended(own, waits) is None
         monkeypatch.setattr(batches, "_BEGAN", late.time() - time.monotonic())
         assert fetched(s, id) == "not_found"
 
@@ -357,6 +360,7 @@ def test_cancel_while_it_runs_and_before(s):
         assert {checked(r)["status"] for r in got} == {"cancelled"}
     assert [fetched(s, id)["status"] for id in ids] == ["cancelled"] * 20
     until(lambda: s.llm.stats().running == 0 and not s.api.responses.running)
+    assert "length" not in s.llm.stats().requests  # none ran on
     assert ended(s, queued(s))["status"] == "incomplete", "others go on"
 
 
@@ -385,7 +389,7 @@ def test_deleted_while_it_runs(s):
         until(lambda: s.llm.loop.paused)
         assert s.web.delete(f"{URL}/{id}").json()["deleted"] is True
     until(lambda: s.llm.stats().running == 0)
-    assert fetched(s, id) == "not_found"
+    assert fetched(s, id) == "not_found" and "length" not in s.llm.stats().requests
 
 
 def test_only_background_can_be_cancelled(shared):
@@ -514,9 +518,9 @@ def test_a_table_that_can_not_be_written_for_a_while(s, monkeypatch):
 
     real, tries = responses.write_ended, []
 
-    def fail(*args):
-        tries.append(1)
-        return full_database() if len(tries) == 1 else real(*args)
+    def fail(*args):  # for a moment, in which it is not tried a second time
+        tries.append(time.monotonic())
+        return full_database() if tries[-1] < tries[0] + 0.3 else real(*args)
 
     monkeypatch.setattr(responses, "write_ended", fail)
     id = queued(s)
@@ -559,7 +563,7 @@ def body_of(i):
     return dict(input=PROMPTS[i], temperature=0, max_output_tokens=most, **more) | bad
 
 
-def serve(folder, longer):
+def serve(folder):
     "A server in a process of its own, without HTTP, that is to be killed. It queues what is not queued yet, and ends when all have."
     store = BatchStore(folder)
     runner = ResponseRunner(store, test_batches.model(num_hidden_layers=1), "tiny").start()

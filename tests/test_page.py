@@ -10,6 +10,7 @@ from helpers import needs
 httpx, *_ = needs("httpx", "fastapi", "uvicorn")
 
 from batchlab.cli import page_from_args
+from batchlab.core.request import Request
 from batchlab.models import tiny_model
 from batchlab.serve import page as page_module
 from batchlab.serve.batches import BatchRunner, BatchStore, NewFile
@@ -105,6 +106,17 @@ def test_a_state_is_what_the_engine_has(s):
             ended=stats.requests,
         )
     assert after["made"] == 600 and state["made"] == sum(x[6] for x in state["slots"])
+
+
+def test_of_many_that_wait_the_first_are_shown():
+    llm = tiny_llm(max_num_seqs=2)
+    for _ in range(30):
+        llm.add_request([5], greedy(9))
+    llm.step()
+    assert len(trace_module.snapshot(llm)["queue"]) == 24
+    whole = Request("0", [5, 6], 9, output_ids=[7])  # in an engine that keeps nothing
+    assert trace_module.slot_facts(whole, 0)[2:5] == ["decode", 2, 3]
+    llm.close()
 
 
 def test_letters_are_what_the_trace_says():
@@ -207,7 +219,7 @@ def test_with_a_key_the_page_is_open_and_its_data_are_not():
 def test_other_sites_may_not_look():
     headers = lambda h: {k.replace("_", "-"): v for k, v in h.items()}
     hidden = lambda r: not any(k.startswith("access-control") for k in r.headers)
-    with serving(routers=[page_router(names=["box.lan"])]) as s:
+    with serving(routers=[page_router(names=["Box.lan"])]) as s:
         events = "/page/events"
         for h in (
             *(dict(Sec_Fetch_Site=site) for site in ("cross-site", "same-site")),

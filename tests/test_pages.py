@@ -82,7 +82,7 @@ def test_a_wrong_command_on_a_page_is_found(text, pages):
 
 PROSE = [*BOOK["notebooks"](), ROOT / "CONTRIBUTING.md"]
 # Of other programs: docker, the tests' scripts, SGLang; and names that stand for any.
-OTHERS = {"--cpus", "--online", "--vllm", "--enable-deterministic-inference"}
+OTHERS = {"--cpus", "--vllm", "--enable-deterministic-inference"}
 OTHERS |= {"--help", "--flag", "--reasoning-parser"}
 
 

@@ -444,7 +444,7 @@ def outline(line: JobLine) -> tuple[list[int], int]:
 def count_usage(result: JobResult, record: dict[str, Any]) -> None:
     "Count in `result` the tokens that the `record` of a worker says."
     body = record if "request_id" in record else record["response"]["body"]
-    read, cached, made = tokens_used(body.get("usage") or {})
+    read, cached, made, _ = tokens_used(body.get("usage") or {})
     result.prompt_tokens += read
     result.output_tokens += made
     result.cached_tokens += cached
@@ -578,8 +578,9 @@ class RayJob(Job):
         except ray.exceptions.RayTaskError as e:
             raise e.cause from None
         except ray.exceptions.RayError as e:
-            what = f"a worker can not load the model ({type(e).__name__}: {str(e)[:200]})"
-            raise JobError(what, 1) from e
+            raise JobError(
+                f"a worker can not load the model ({type(e).__name__}: {str(e)[:200]})", 1
+            ) from e
         return SimpleNamespace(
             **vars(found), ray=ray, workers=self.workers, needs=needs, engine=engine
         )

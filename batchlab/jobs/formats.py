@@ -88,9 +88,12 @@ def json_lines(text: io.TextIOWrapper, name: str | Path) -> Iterator[tuple[int, 
         yield from text_lines(text)
         return
     text.reconfigure(errors="strict")
-    how: dict[str, Any] = dict(object_pairs_hook=unique_keys, parse_float=float_or_text)
     try:
-        items = json.loads(text.read().removeprefix("\ufeff"), **how)
+        items = json.loads(
+            text.read().removeprefix("\ufeff"),
+            object_pairs_hook=unique_keys,
+            parse_float=float_or_text,
+        )
     except (ValueError, RecursionError) as e:
         raise JobError(
             f"{name} begins as an array and is not JSON ({e}): mend it, or give JSONL"

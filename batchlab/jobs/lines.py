@@ -39,7 +39,7 @@ from batchlab.jobs.schema import (
 )
 from .settings import BadRequest
 from batchlab.jobs.pooling import (
-    POOLING_KINDS,
+    BODIES,
     PoolingRequest,
     TextsOutput,
     vector_json,
@@ -324,7 +324,7 @@ def batch_line(line: JobLine, d: dict[str, Any]) -> None:
     line.model = body.get("model")
     body = dict(body)  # keys are taken out of it
     line.cells = kept_cells(d, line.ignored)
-    if line.kind in POOLING_KINDS:
+    if line.kind in BODIES:
         line.pooling = parse_pooling(body, line.kind)
         return
     if line.kind == "response":

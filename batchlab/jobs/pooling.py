@@ -202,7 +202,6 @@ class RerankBody(PoolBody):
 BODIES = dict(
     embed=EmbedBody, classify=ClassifyBody, pooling=PoolingBody, score=ScoreBody, rerank=RerankBody
 )
-POOLING_KINDS = {*BODIES}
 TASK_OF = dict(embed="embed", classify="classify", score="score", rerank="score")
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-1

@@ -286,8 +286,11 @@ def roles_of(tokenizer: Any, template: str | None = None) -> Roles:
             return False
         return all(m["content"] in text for m in talk)
 
-    late = takes("user", "assistant", "system", "user")
-    return Roles(takes("user", "user"), late, takes("system", "user"))
+    return Roles(
+        takes("user", "user"),
+        takes("user", "assistant", "system", "user"),
+        takes("system", "user"),
+    )
 
 # %% ../../nbs/6_jobs/responses.ipynb #5f2c81ac
 def joined(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:

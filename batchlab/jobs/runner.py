@@ -209,8 +209,8 @@ class LineRunner:
 
     def admit(self, line: JobLine) -> Admitted | None:
         "`line` and its request; None, with the line settled, if it can't run."
-        admit = lambda: admit_line(self.llm, line, self.params, self.on_event, self.first)
-        group = None if line.failure else admit()
+        own = self.llm, line, self.params, self.on_event, self.first
+        group = None if line.failure else admit_line(*own)
         self.first = self.first and not group
         if line.failure:
             self.settle(line, failure_record(line, *line.failure))

@@ -397,13 +397,17 @@ def thought_of(text: str | None) -> dict[str, Any]:
     return dict(reasoning_content=text, reasoning=text) if text else {}
 
 
-def tokens_used(usage: dict[str, Any]) -> tuple[int, int, int]:
-    """How many tokens of input, how many of them were cached, and how many of output the `usage`
-    of any endpoint counts."""
-    one = lambda *names: next((usage[k] for k in names if k in usage), None)
-    details = one("prompt_tokens_details", "input_tokens_details") or {}
-    read, made = one("prompt_tokens", "input_tokens"), one("completion_tokens", "output_tokens")
-    return read or 0, details.get("cached_tokens") or 0, made or 0
+def tokens_used(usage: dict[str, Any]) -> tuple[int, int, int, int]:
+    """How many tokens of input, how many of them were cached, how many of output, and how many of
+    those were a thought the `usage` of any endpoint counts."""
+    one: Any = lambda *names: next((usage[k] for k in names if usage.get(k)), 0)
+    part = lambda k, *names: (one(*names) or {}).get(k) or 0
+    return (
+        one("prompt_tokens", "input_tokens"),
+        part("cached_tokens", "prompt_tokens_details", "input_tokens_details"),
+        one("completion_tokens", "output_tokens"),
+        part("reasoning_tokens", "completion_tokens_details", "output_tokens_details"),
+    )
 
 # %% ../../nbs/6_jobs/schema.ipynb #choice001
 ReadCalls = Callable[

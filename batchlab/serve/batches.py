@@ -157,9 +157,11 @@ class BatchStore:
             check_folder(self.path)
             (self.path / "files").mkdir(parents=True, exist_ok=True)
             opened.enter_context(FileLock(self.path / "lock", timeout=0, thread_local=False))
-            how: Any = dict(check_same_thread=False, isolation_level=None)
+            table = self.path / "state.sqlite"
             self.db, self.reader = (
-                opened.enter_context(closing(sqlite3.connect(self.path / "state.sqlite", **how)))
+                opened.enter_context(
+                    closing(sqlite3.connect(table, check_same_thread=False, isolation_level=None))
+                )
                 for _ in range(2)
             )
             check_table(self.db)
@@ -496,13 +498,13 @@ def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]
             counts[failed] += 1
             expired += failed and record["error"]["code"] == "batch_expired"
             used = {} if failed else record["response"]["body"]["usage"]
-            read, cached, made = tokens_used(used)
-            sums.update(input=read, cached=cached, output=made)
+            read, cached, made, thought = tokens_used(used)
+            sums.update(input=read, cached=cached, output=made, thought=thought)
     usage = dict(
         input_tokens=sums["input"],
         input_tokens_details=dict(cached_tokens=sums["cached"]),
         output_tokens=sums["output"],
-        output_tokens_details=dict(reasoning_tokens=0),
+        output_tokens_details=dict(reasoning_tokens=sums["thought"]),
         total_tokens=sums["input"] + sums["output"],
     )
     return counts, usage, expired
@@ -717,8 +719,9 @@ class Worker:
         self.llm.start()
         if self.thread is None or not self.thread.is_alive():
             self.stopping = False
-            how: Any = dict(name=f"batchlab-{self.kind}", daemon=True)
-            self.thread = threading.Thread(target=self._run, **how)
+            self.thread = threading.Thread(
+                target=self._run, name=f"batchlab-{self.kind}", daemon=True
+            )
             self.thread.start()
         return self
 

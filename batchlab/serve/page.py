@@ -119,12 +119,9 @@ HEADERS = {
 def trusted(host: str, names: Collection[str]) -> bool:
     "Whether the header `host` names this server by an address, as localhost, or by one of `names`."
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    if name == "localhost" or name.endswith(".localhost") or name in names:
-        return True
-    try:
+        name = urlsplit(f"//{host}").hostname or ""  # in small letters
+        if name == "localhost" or name.endswith(".localhost") or name in map(str.lower, names):
+            return True
         ipaddress.ip_address(name)
     except ValueError:
         return False
