@@ -269,24 +269,26 @@ def hub_cache(home, repo, model, tok):
     return snapshot
 
 
-@pytest.mark.parametrize(
-    "repo", ["someone/some-model", F.TEXT_WHEEL.hub_id, M.DEFAULT_EMBEDDING_MODEL]
-)
-def test_complete_snapshot_in_the_hub_cache_needs_no_network(env, tmp_path, repo):
+REPOS = "someone/some-model", F.TEXT_WHEEL.hub_id, M.DEFAULT_EMBEDDING_MODEL
+
+
+def test_complete_snapshots_in_the_hub_cache_need_no_network(env, tmp_path):
     env["HF_HOME"] = str(tmp_path / "hf")
-    snapshot = hub_cache(env["HF_HOME"], repo, M.tiny_model("qwen3"), M.tiny_tokenizer())
+    tiny = M.tiny_model("qwen3"), M.tiny_tokenizer()
+    snapshots = {repo: hub_cache(env["HF_HOME"], repo, *tiny) for repo in REPOS}
     code = f"""
     import socket
     socket.socket.connect = socket.getaddrinfo = None
     from batchlab.models import load_model
-    m, t = load_model({repo!r}); print(m.config.model_type, t.decode([75, 108]))
+    for repo in {REPOS}:
+        m, t = load_model(repo); print(m.config.model_type, t.decode([75, 108]))
     """
     rc, out, err = fresh(code, env)
-    assert (rc, out, err) == (0, "qwen3 Hi", "")
+    assert (rc, out.split("\n"), err) == (0, ["qwen3 Hi"] * 3, "")
     assert not Path(env["BATCHLAB_CACHE"]).exists()
-    (snapshot / "model.safetensors").unlink()  # a snapshot without its weights is not taken
-    if repo == F.TEXT_WHEEL.hub_id:  # none of the wheel's business, and the other way round
-        assert fresh(2 * KIND.format(""), env)[:2] == (0, "llama\nllama")
+    # one without its weights is not taken; it is none of the wheel's business, and the other way round
+    (snapshots[F.TEXT_WHEEL.hub_id] / "model.safetensors").unlink()
+    assert fresh(2 * KIND.format(""), env)[:2] == (0, "llama\nllama")
 
 
 KIND = SEAM + "print(M.load_model({})[0].config.model_type)\n"
