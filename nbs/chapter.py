@@ -3,7 +3,7 @@
 `nbdev_test` runs several chapters at once, and one after the other in the same process. So there a chapter keeps to one core,
 since two processes that each take all cores slow each other down many times over, and what the chapter before it held is freed."""
 
-import ctypes, functools, gc, logging, os, platform, sys
+import ctypes, functools, gc, logging, os, platform, re, sys
 
 last: dict = {}  # the names of the chapter before, in this process
 environment: dict = {}  # as the first chapter found it: what one sets is not for the next
@@ -26,6 +26,7 @@ def begin(names: dict) -> None:
     last = names
     sys.last_traceback = sys.last_value = sys.last_exc = None
     gc.collect()
+    gc.freeze()  # what is left are modules: the next chapter need not look through them
     log = logging.getLogger("batchlab")  # which a chapter may have hushed, or listened to
     log.setLevel(logging.NOTSET)
     log.handlers.clear()
@@ -103,11 +104,14 @@ def page_cells():
 
 def run_cpp(source: str, name: str, *args):
     """Compile C++ `source` and call what it exports by `EXPORT(name)`, in fp32, with tensors, structs and numbers. It runs once, so
-    it is optimised a little less, which compiles in half the time and leaves the bits as they are."""
+    it is optimised a little less, which compiles in half the time and leaves the bits as they are; and what the package exports
+    besides is left out, which takes most of the time."""
     import torch
     from unittest import mock
     from batchlab.fast import native
 
+    others = "|".join(sorted(native.signatures(native.SOURCE).keys() - {name}))
+    source = re.sub(rf"^EXPORT\(({others})\)$", "", source, flags=re.M)
     with mock.patch.object(native, "FLAGS", (*native.FLAGS, "-O2")):
         library = ctypes.CDLL(str(native.build(source)))
     call = ctypes.CFUNCTYPE(None, *native.signatures(source)[name]).in_dll(library, f"{name}_fp32")

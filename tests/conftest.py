@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / ".ci"))  # what its sc
 
 
 # With several workers these begin: xdist takes files with many tests first, and these have few that are slow.
-SLOW = ["test_book", "test_engine", "test_site", "test_cli", "test_bench"]
+SLOW = "scaleout book engine site cli models bench embed_work batches".split()
 
 
 def pytest_configure(config):
@@ -22,7 +22,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    rank = {name: i for i, name in enumerate(SLOW)}
+    rank = {f"test_{name}": i for i, name in enumerate(SLOW)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(SLOW)))
 
 

@@ -300,12 +300,12 @@ def ctrl_c(llm, steps=0):
         del llm.loop.step
 
 
-def scripted(code, folder):
+def scripted(code, folder, env=ENV, **how):
     "A finished process that ran Python code in `folder`, with the imports of the command done before."
     from warm import warm
 
     (folder / "script.py").write_text(code, encoding="utf-8")
-    return warm([sys.executable, "-m", "script"], folder, ENV)
+    return warm([sys.executable, "-m", "script"], folder, env, **how)
 
 
 # --- servers and their clients

@@ -12,7 +12,8 @@ from batchlab.errors import Unavailable
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from gguf_files import gguf_file
-from helpers import ROOT, run, until
+from helpers import ENV, ROOT, until
+from warm import warm
 
 sys.path.append(str(ROOT / "nbs"))
 from measuring import memory_of, profile
@@ -26,13 +27,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     tiny_model("llama", max_position_embeddings=2048).save_pretrained(path)
     return str(path)
-
-
-def command(model, workloads, *more):
-    "The command in a process of its own: status, standard output, standard error."
-    args = [*TINY, "--model", model, "--workloads", *workloads.split(), *more]
-    r = run(sys.executable, "-m", "batchlab", "bench", *args)
-    return r.returncode, r.stdout, r.stderr
 
 
 @pytest.fixture
@@ -63,14 +57,16 @@ def gone(*processes):
 
 
 def test_one_run_compares_and_says_who_is_missing(folder, tmp_path):
-    who = "--contenders batchlab hf-static vllm --peer vllm=/nowhere/python".split()
-    status, out, err = command(folder, "uniform prefix", *who, "--json", str(tmp_path / "r.json"))
-    assert status == 0, err
+    "The command in a process of its own."
+    how = "--workloads uniform prefix --contenders batchlab hf-static vllm --json r.json".split()
+    args = ["--model", folder, "--peer", "vllm=/nowhere/python", *TINY, *how]
+    p = warm([sys.executable, "-m", "batchlab", "bench", *args], tmp_path, ENV, timeout=300)
+    assert p.returncode == 0, p.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert [r["contender"] for r in report["results"]] == ["batchlab", "hf-static"]
     assert all(w["best"] > 0 for r in report["results"] for w in r["workloads"].values())
     [left_out] = report["left_out"]
-    assert left_out in out and "/nowhere/python" in left_out
+    assert left_out in p.stdout and "/nowhere/python" in left_out
     assert report["machine"]["threads"] == 1 and report["command"][:2] == ["batchlab", "bench"]
 
 

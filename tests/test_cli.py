@@ -556,33 +556,25 @@ def test_a_job_needs_no_standard_streams(model, tmp_path):
 
 
 @posix
-@pytest.mark.parametrize(
-    "env",
-    [
-        dict(PYTHONIOENCODING="ascii"),
-        dict(PYTHONIOENCODING="cp1252"),
-        dict(LC_ALL="C", PYTHONCOERCECLOCALE="0"),
-    ],
-    ids=["ascii", "cp1252", "C"],
-)
-def test_letters_that_standard_output_can_not_write(model, tmp_path, env):
-    "Three commands in one interpreter, whose streams are of such an encoding."
+def test_letters_that_standard_output_can_not_write(model, tmp_path):
+    "Three commands for each of three encodings of standard output, in one interpreter: that of its locale comes first."
     (tmp_path / "in.csv").write_text("wort\nStraße\n", encoding="utf-8")
     how = ["-i", "in.csv", "--prompt-template", "größer {wort}", "--model", model]
-    prompt = ["generate", "grüße 日本"]
-    calls = [[*prompt], [*prompt, "-o", "o.jsonl"], ["plan", "--no-calibration"]]
+    how += ["--max-tokens", "4"]
+    prompt, plan = ["generate", "grüße 日本", *how], ["plan", "--no-calibration", *how]
+    calls = {e: [prompt, [*prompt, "-o", e], plan] for e in ("C", "ascii", "cp1252")}
     code = (
         "import json, sys; from batchlab.cli import main\n"
-        "for a in json.loads(sys.argv[1]): assert main(a) == 0; print('\\f', end='')"
+        "for e, calls in json.loads(sys.argv[1]).items():\n"
+        "    if e != 'C': sys.stdout.reconfigure(encoding=e, errors='strict')\n"
+        "    for a in calls: assert main(a) == 0; print('\\f', end='')"
     )
-    asked = json.dumps([[*a, *how, "--max-tokens", "4"] for a in calls])
-    command = [sys.executable, "-c", code, asked]
-    p = subprocess.run(command, cwd=tmp_path, env=ENV | env, capture_output=True, timeout=50)
+    command = [sys.executable, "-c", code, json.dumps(calls)]
+    env = ENV | dict(LC_ALL="C", PYTHONCOERCECLOCALE="0")
+    p = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=50)
     assert p.returncode == 0, p.stderr
-    shown, _, plan, _ = p.stdout.split(b"\f")
-    assert shown.count(b"[") >= 2 and b"\\u65e5" in shown
-    assert [r["prompt"] for r in read_lines(tmp_path / "o.jsonl")] == [
-        "grüße 日本",
-        "größer Straße",
-    ]
-    assert b"1 request" in plan
+    said = p.stdout.split(b"\f")
+    for name, shown, plan in zip(calls, said[:9:3], said[2::3], strict=True):
+        assert shown.count(b"[") >= 2 and b"\\u65e5" in shown and b"1 request" in plan
+        answered = [r["prompt"] for r in read_lines(tmp_path / name)]
+        assert answered == ["grüße 日本", "größer Straße"]

@@ -551,19 +551,3 @@ def test_rows_of_ray_data(folder):
     assert got["embedding"][5] is None and "the model takes" in got["error"][5]
     assert got["error"][0] is None and "generated_text" not in got
     worker.queue.llm.stop()
-
-
-def test_embed_by_a_worker_on_ray(tmp_path, folder, encoder, capfd, monkeypatch):
-    pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    # the last is longer than the model takes
-    rows = [*TEXTS, *(f"text {'and more ' * (i % 7)}{i}" for i in range(40)), "z" * 200]
-    Path("in.txt").write_text("\n".join(rows))
-    command = f"embed -i in.txt -o out.jsonl --model {folder} --ray 1 --ray-cpus 1"
-    assert main(command.split()) == 1
-    assert "46 of 46 requests done, 1 failed" in capfd.readouterr().err
-    *found, last = read_lines("out.jsonl")
-    assert [r["line"] for r in found] == [*range(1, 46)] and last["line"] == 46
-    assert "the model takes" in last["error"]["message"] and last["embedding"] is None
-    close([r["embedding"] for r in found], vectors(encoder, rows[:-1]))

@@ -91,13 +91,13 @@ def made(arch):
 
 @functools.cache
 def reference(arch, int8=False):
-    "What the model's own code gives for each prompt, without a cache and, compared here, with transformers' own; in fp32 or on weights in 8 bits."
+    "What the model's own code gives for each prompt, without a cache; for every other one compared here with transformers' own; in fp32 or on weights in 8 bits."
     model, prompts = made(arch)
     if int8:
         fuse(model, load_kernels(), kv_layout(model), own=True, linear=Int8Linear)
     best = oracle(model, prompts, LONGEST)
-    same = sum(a == generated(model, p, LONGEST) for a, p in zip(best, prompts))
-    assert same == len(prompts) or int8 and same >= 8  # with its cache, other rounding
+    same = sum(a == generated(model, p, LONGEST) for a, p in [*zip(best, prompts)][::2])
+    assert same == 5 or int8 and same >= 4  # with its cache, other rounding
     return best
 
 

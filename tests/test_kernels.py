@@ -32,9 +32,10 @@ from batchlab.fast.packed import PackedLinear
 from batchlab.core.backend import AttentionParams
 from batchlab.core.batch import pack_rows, cache_indices
 from batchlab.core.sampling import SamplingRow, processed_logits
-from batchlab.errors import CompileError, ModelError
+from batchlab.errors import CompileError, ModelError, ParamError
+from batchlab.machine import processor_flags
 from batchlab.models.fetch import find_model
-from batchlab.models.load import cache_dir
+from batchlab.models.load import cache_dir, cpu_has_fast_bf16
 from batchlab.models import tiny_model
 from helpers import ROOT, python, run
 
@@ -497,19 +498,24 @@ def test_a_library_that_was_cut_short_is_compiled_anew(kernels, left, tmp_path, 
     assert ctypes.CDLL(str(build(source))).twice(21) == 42
 
 
-def test_the_switch_hides_what_the_processor_can_do(tmp_path):
-    code = """
-from batchlab.fast.native import compiler_flags
-from batchlab.machine import processor_flags
-from batchlab.models.load import cpu_has_fast_bf16
-known = {'avx512f', 'avx512_bf16', 'avx2', 'amx_bf16'} & processor_flags()
-print(*sorted(known), cpu_has_fast_bf16(), compiler_flags()[1])"""
-    seen = lambda most: python(code, BATCHLAB_MAX_CPU=most)
-    if "avx512f" not in python(code).stdout:
-        pytest.skip("this processor has nothing beyond AVX2 to hide")
-    assert seen("avx2").stdout == "avx2 False -march=haswell\n"
-    assert seen("avx512").stdout == "avx2 avx512f False -march=skylake-avx512\n"
-    assert "ParamError: BATCHLAB_MAX_CPU is " in seen("pentium").stderr
+def test_the_switch_hides_what_the_processor_can_do(monkeypatch):
+    def seen(most):
+        "What is said to be there where nobody has asked before."
+        monkeypatch.setenv("BATCHLAB_MAX_CPU", most)
+        processor_flags.cache_clear()
+        known = {"avx512f", "avx512_bf16", "avx2", "amx_bf16"} & processor_flags()
+        return sorted(known), cpu_has_fast_bf16(), native.compiler_flags()[1]
+
+    try:
+        if "avx512f" not in seen("")[0]:
+            pytest.skip("this processor has nothing beyond AVX2 to hide")
+        assert seen("avx2") == (["avx2"], False, "-march=haswell")
+        assert seen("avx512") == (["avx2", "avx512f"], False, "-march=skylake-avx512")
+        with pytest.raises(ParamError, match="BATCHLAB_MAX_CPU is "):
+            seen("pentium")
+    finally:
+        monkeypatch.undo()
+        processor_flags.cache_clear()
 
 
 def test_without_a_compiler_one_sentence_says_what_that_costs(monkeypatch, caplog):

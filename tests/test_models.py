@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from batchlab import errors, models as M
 from batchlab.models import fetch as F
-from helpers import until
+from helpers import ENV, scripted, until
 
 # Each child gets a tiny model's GGUF in a wheel of its own instead of the real one (93 MB): the two module-level names
 # below are the seam. Everything after the fetch is the real thing.
@@ -48,7 +48,7 @@ def env(tmp_path, wheel):
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "BATCHLAB_CACHE": str(tmp_path / "cache"),
-        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HOME": str(wheel.parent / "hf"),
         "HF_ENDPOINT": "http://127.0.0.1:9",
         "T_WHEEL": str(wheel),
         "T_LOG": str(tmp_path / "log"),
@@ -69,14 +69,21 @@ def finish(process, seconds=120):
     return process.returncode, out.strip(), err.strip()
 
 
-def done(code, env):
-    "Status, output and standard error of `code` in a child."
+def fresh(code, env):
+    "Status, output and standard error of `code` in an interpreter of its own."
     return finish(start(code, env))
 
 
-def refused(code, env):
-    "The error, `Name: message`, that ends `code` in a child."
-    rc, out, err = done(code, env)
+def done(code, env):
+    "As `fresh`, in a child that has imported everything, with its hub: an empty cache, and nobody there."
+    hub = dict(HF_HOME=env["HF_HOME"], HF_ENDPOINT=env["HF_ENDPOINT"], HF_HUB_OFFLINE="0")
+    p = scripted(code, Path(env["T_LOG"]).parent, env, timeout=120, imported=ENV | hub)
+    return p.returncode, p.stdout.strip(), p.stderr.strip()
+
+
+def error_of(ended):
+    "The error, `Name: message`, that ended a child."
+    rc, out, err = ended
     last = err.splitlines()[-1]
     assert rc == 1 and last.startswith("batchlab.errors."), err
     return last.removeprefix("batchlab.errors.")
@@ -178,7 +185,7 @@ full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /de
     ids=["corrupt", "no index", "small disk", "no folder", "full disk"],
 )
 def test_a_fetch_that_fails_says_why_and_leaves_nothing(env, code, more, words, fetched):
-    said = refused(code, env | more)
+    said = error_of(done(code, env | more))
     assert said.startswith("ModelError: ") and words in said
     assert TEXT not in entries(env) and not begun(env)
     assert Path(env["T_LOG"]).exists() == fetched
@@ -200,7 +207,7 @@ def test_no_pip(env, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     bare = tmp_path / "bare" / ("Scripts" if os.name == "nt" else "bin") / "python"
     code = f"import sys; from batchlab import models as M; sys.executable = {str(bare)!r}; M.load_model()"
-    said = refused(code, env)
+    said = error_of(done(code, env))
     assert said.startswith("ModelError") and "has no pip" in said and ".gguf" in said
 
 
@@ -208,7 +215,8 @@ def test_no_pip(env, tmp_path):
 def test_hub_id_without_a_hub_fails_at_once(env, offline):
     env["HF_HUB_OFFLINE"] = offline
     t0 = time.monotonic()
-    said = refused("from batchlab.models import load_model; load_model('someone/some-model')", env)
+    code = "from batchlab.models import load_model; load_model('someone/some-model')"
+    said = error_of(fresh(code, env))
     assert said.startswith("HubUnreachableError: 'someone/some-model'") and ".gguf" in said
     assert time.monotonic() - t0 < 30  # importing torch included
 
@@ -261,38 +269,40 @@ def hub_cache(home, repo, model, tok):
     return snapshot
 
 
-@pytest.mark.parametrize(
-    "repo", ["someone/some-model", F.TEXT_WHEEL.hub_id, M.DEFAULT_EMBEDDING_MODEL]
-)
-def test_complete_snapshot_in_the_hub_cache_needs_no_network(env, repo):
-    snapshot = hub_cache(env["HF_HOME"], repo, M.tiny_model("qwen3"), M.tiny_tokenizer())
+REPOS = "someone/some-model", F.TEXT_WHEEL.hub_id, M.DEFAULT_EMBEDDING_MODEL
+
+
+def test_complete_snapshots_in_the_hub_cache_need_no_network(env, tmp_path):
+    env["HF_HOME"] = str(tmp_path / "hf")
+    tiny = M.tiny_model("qwen3"), M.tiny_tokenizer()
+    snapshots = {repo: hub_cache(env["HF_HOME"], repo, *tiny) for repo in REPOS}
     code = f"""
     import socket
     socket.socket.connect = socket.getaddrinfo = None
     from batchlab.models import load_model
-    m, t = load_model({repo!r}); print(m.config.model_type, t.decode([75, 108]))
+    for repo in {REPOS}:
+        m, t = load_model(repo); print(m.config.model_type, t.decode([75, 108]))
     """
-    rc, out, err = done(code, env)
-    assert (rc, out, err) == (0, "qwen3 Hi", "")
+    rc, out, err = fresh(code, env)
+    assert (rc, out.split("\n"), err) == (0, ["qwen3 Hi"] * 3, "")
     assert not Path(env["BATCHLAB_CACHE"]).exists()
-    (snapshot / "model.safetensors").unlink()  # a snapshot without its weights is not taken
-    if repo == F.TEXT_WHEEL.hub_id:  # none of the wheel's business, and the other way round
-        for _ in range(2):
-            assert done(KIND.format(""), env)[:2] == (0, "llama")
+    # one without its weights is not taken; it is none of the wheel's business, and the other way round
+    (snapshots[F.TEXT_WHEEL.hub_id] / "model.safetensors").unlink()
+    assert fresh(2 * KIND.format(""), env)[:2] == (0, "llama\nllama")
 
 
-KIND = SEAM + "print(M.load_model({})[0].config.model_type)"
+KIND = SEAM + "print(M.load_model({})[0].config.model_type)\n"
 
 
 def test_a_hub_id_never_means_the_wheel_s_weights(env):
     "Those are rounded to 4 bits: without the hub there is an error, which names them."
-    said = refused(SEAM + f"M.load_model({F.TEXT_WHEEL.hub_id!r})", env)
+    said = error_of(done(SEAM + f"M.load_model({F.TEXT_WHEEL.hub_id!r})", env))
     assert said.startswith(f"HubUnreachableError: {F.TEXT_WHEEL.hub_id!r}")
     assert repr(M.DEFAULT_MODEL) in said
     rc, out, err = done(KIND.format("M.DEFAULT_MODEL"), env)
     assert (rc, out) == (0, "llama") and f"fetching {M.DEFAULT_MODEL}" in err
     code = f"import batchlab.models as M; M.load_model({M.DEFAULT_MODEL!r}, revision='main')"
-    said = refused(code, env)
+    said = error_of(done(code, env))
     assert said.startswith("ModelNotFoundError") and F.TEXT_WHEEL.hub_id in said
 
 
@@ -324,7 +334,7 @@ def test_importing_starts_nothing(env):
     assert threading.active_count() == before
     print([m for m in ('transformers', 'gguf', 'huggingface_hub', 'accelerate', 'pandas') if m in sys.modules])
     """
-    rc, out, err = done(code, env)
+    rc, out, err = fresh(code, env)
     assert (rc, out, err) == (0, "[]", "")
     assert not Path(env["BATCHLAB_CACHE"]).exists()
 
@@ -339,7 +349,7 @@ def test_json_is_utf_8_in_any_locale(env, tmp_path):
     (folder / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
     env |= dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0", T_MODEL=str(folder))
     code = "import os, locale; from batchlab.models import load_model; print(locale.getpreferredencoding(False), load_model(os.environ['T_MODEL'])[0].config.model_type)"
-    rc, out, err = done(code, env)
+    rc, out, err = fresh(code, env)
     assert rc == 0 and out.endswith("llama") and "UTF" not in out.upper(), out + err
 
 

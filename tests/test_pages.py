@@ -1,12 +1,12 @@
 "Reference pages are made from the code: what they show is what the code says now."
 
-import asyncio, functools, json, os, re, subprocess, sys
+import asyncio, functools, json, re
 
 import pytest
 
 pytest.importorskip("execnb.shell", reason="needs execnb, which nbdev brings")
 
-from helpers import BOOK, ROOT, tiny_llm, user
+from helpers import BOOK, ROOT, scripted, tiny_llm, user
 from transformers import T5Config
 
 import batchlab
@@ -26,11 +26,12 @@ PAGES = [
     for p in BOOK["chapters"]()
     if p.parent.name == "reference" and "from pages" in p.read_text("utf-8") and p.stem not in SEEN
 ]
-RUN = """
-import sys
+RUN = f"""
+import os
 from pathlib import Path
 from execnb.shell import CaptureShell
-folder, *pages = map(Path, sys.argv[1:])
+folder, pages = Path.cwd(), [*map(Path, {[*map(str, PAGES)]})]
+os.chdir(pages[0].parent)
 for page in pages:
     CaptureShell(page.parent).execute(page, folder / page.name, exc_stop=True)
 """
@@ -47,9 +48,8 @@ def tables(path):
 def ran(tmp_path_factory):
     "A folder with the pages, run in a process of their own."
     folder = tmp_path_factory.mktemp("pages")
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-c", RUN, folder, *PAGES]
-    subprocess.run(command, cwd=PAGES[0].parent, env=env, check=True)
+    done = scripted(RUN, folder, timeout=300)
+    assert not done.returncode, done.stderr
     return folder
 
 

@@ -1,11 +1,11 @@
 "Many engines, one writer: workers that die, and a job that is killed, lose and double nothing."
 
-import asyncio, functools, json, os, pickle, random, signal, subprocess, sys, threading, time
+import asyncio, functools, os, pickle, random, signal, subprocess, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil, pytest, torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from batchlab.api import ray as scaleout
 from batchlab.cli import main
@@ -15,37 +15,23 @@ from batchlab.jobs.lines import JobLine
 from batchlab.jobs.runner import model_digest
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.api.ray import LineQueue, LineWorker, RayJob, RayRun, Tries
-
-posix = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+import helpers
+from helpers import by_line, examples, posix, read_lines, write_lines
+from test_embed_work import TEXTS, close, kept_encoder, vectors
 
 
 def ask(i, **body):
-    body = (
-        dict(prompt=f"tell me {i} " + "more " * (i % 6), max_tokens=2 + i % 9, temperature=0) | body
-    )
-    return dict(custom_id=f"r{i}", method="POST", url="/v1/completions", body=body)
+    return helpers.ask(i, **dict(max_tokens=2 + i % 9) | body)
 
 
-def write(path, rows):
-    Path(path).write_bytes(
-        b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
-    )
-
-
-def by_id(path):
-    "Records by the line that they answer, each once, without what a clock or a cache puts in."
-    found = {}
-    for s in Path(path).read_text(encoding="utf-8").splitlines():
-        d = json.loads(s)
-        for k in ("created", "usage"):
-            (d["response"] or dict(body={}))["body"].pop(k, None)
-        assert found.setdefault(d["id"], d) is d, f"{d['id']} twice"
-    return found
+def answers(path):
+    "Records by the line that they answer."
+    return by_line(read_lines(path))
 
 
 def mixed(n):
     "Requests, and among them a line that is not JSON, an id twice, a prompt that is too long and a bad parameter."
-    bad = b'{"custom_id": "torn', ask(3), ask(n, prompt="x" * 9000), ask(n + 1, top_p=7)
+    bad = '{"custom_id": "torn', ask(3), ask(n, prompt="x" * 9000), ask(n + 1, top_p=7)
     return [ask(i) for i in range(n)] + [*bad]
 
 
@@ -86,9 +72,7 @@ def played(line):
     return dict(id=line.key, **line.ids, response=dict(status_code=200, body=body), error=None)
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@examples(100)
 @given(
     seed=st.integers(0, 10**6),
     share=st.sampled_from([0, 0.05, 0.5]),
@@ -98,7 +82,7 @@ def played(line):
 )
 def test_any_order_of_losses(tmp_path_factory, seed, share, ordered, stops, look_ahead):
     d, rng, n = tmp_path_factory.mktemp("played"), random.Random(seed), 60
-    write(d / "in.jsonl", mixed(n))
+    write_lines(d / "in.jsonl", mixed(n))
     poison = rng.randrange(n)
 
     def fate(lines, times):
@@ -117,10 +101,10 @@ def test_any_order_of_losses(tmp_path_factory, seed, share, ordered, stops, look
             result = job.run()
         except KeyboardInterrupt:
             assert left
-    found = by_id(d / "out.jsonl")
+    found = answers(d / "out.jsonl")
     assert len(found) == n + 4 and result.done == n + 4
     if ordered:
-        assert [int(k.split("_")[2]) for k in found] == [*range(1, n + 5)]
+        assert [*found] == [*range(1, n + 5)]
     good = {r["custom_id"] for r in found.values() if not r["error"]}
     assert good == {f"r{i}" for i in range(n + 1)} - {f"r{poison}"}
     own = [r["error"] for r in found.values() if r["custom_id"] == f"r{poison}"]
@@ -209,8 +193,8 @@ def on_ray(folder, tmp_path_factory):
     with scaleout.ray_session(num_cpus=2):
         more = dict(num_cpus=1, llm=llm, model_name=Path(folder).name, use_tqdm=False)
         yield functools.partial(RayJob, **more)
-        write("in.jsonl", [ask(i, prompt=[*range(5, 205), 9 + i]) for i in range(8)])
-        assert RayJob("in.jsonl", "out.jsonl", **more).run().answered == 8
+        write_lines("in.jsonl", [ask(i, prompt=[*range(5, 205), 9 + i]) for i in range(8)])
+        assert RayJob("in.jsonl", "out.jsonl", workers=1, **more).run().answered == 8
         work, helpers = ray_children(psutil.Process())
         assert len(work) > 3
     assert psutil.wait_procs(work + helpers, timeout=60)[1] == []
@@ -226,7 +210,7 @@ def reads_what_workers_stored(d, llm):
     beside.engines.store.costs.worth = lambda: True  # a tiny model is computed at once
     job = Job(d / "in.jsonl", d / "beside.jsonl", model_name=Path(llm["model"]).name)
     assert job.run(beside).answered == 8 and beside.stats().loaded_blocks >= 3
-    assert by_id(d / "beside.jsonl") == by_id(d / "out.jsonl")
+    assert answers(d / "beside.jsonl") == answers(d / "out.jsonl")
     beside.close()
     torch.set_num_threads(before)
 
@@ -236,12 +220,12 @@ def alone(folder, tmp_path_factory):
     "A file of requests, and what `Job` makes of it with one engine, by the name of the folder."
     d, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
     torch.set_num_threads(1)
-    write(d / "in.jsonl", mixed(400))
+    write_lines(d / "in.jsonl", mixed(400))
     llm = LLM(folder, dtype="fp32", max_num_seqs=4)
     job = Job(d / "in.jsonl", d / "out.jsonl", model_name=Path(folder).name)
     assert job.run(llm).failed == 4
     torch.set_num_threads(before)
-    return d / "in.jsonl", by_id(d / "out.jsonl")
+    return d / "in.jsonl", answers(d / "out.jsonl")
 
 
 def lines_in(path):
@@ -255,40 +239,38 @@ def wait_for_lines(path, n, alive=lambda: True):
 
 
 @posix
-def test_same_answers_by_two_workers_one_of_which_is_killed(on_ray, alone, tmp_path):
+def test_same_answers_by_two_workers_one_of_which_is_killed_and_a_line_that_kills(
+    on_ray, alone, tmp_path
+):
+    "The line ends itself alone."
     (name, expected), out, killed = alone, tmp_path / "out.jsonl", []
 
     def kill():
         wait_for_lines(out, 50)
-        work, _ = ray_children(psutil.Process())
-        killed.append(next(p for p in work if "LineWorker" in p.name()))
+        while not killed:
+            killed.extend(p for p in ray_children(psutil.Process())[0] if "LineW" in p.name())
         killed[0].kill()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    result = on_ray(name, out, ordered=True).run()
-    killer.join()
-    assert (result.answered, result.failed) == (400, 4) and not killed[0].is_running()
-    found = by_id(out)
-    assert found == expected and [*found] == sorted(found, key=lambda k: int(k.split("_")[2]))
-
-
-@posix
-def test_poison_ends_itself_alone(on_ray, tmp_path):
     def poison(out):
         if out.prompt.startswith("tell me 7 "):
             os.kill(os.getpid(), signal.SIGKILL)
-        return dict(n=len(out.outputs[0].token_ids))
+        return len(out.outputs[0].token_ids)
 
-    rows = [ask(i)["body"] | dict(id=i) for i in range(40)]
-    write(tmp_path / "in.jsonl", rows)
-    result = on_ray(tmp_path / "in.jsonl", tmp_path / "out.jsonl", postprocess=poison).run()
-    found = {r["id"]: r for r in map(json.loads, open(tmp_path / "out.jsonl"))}
-    bad = found.pop(7)["error"]
-    assert (result.answered, bad["code"], len(found)) == (39, "server_error", 39)
-    assert "died" in bad["message"] and all(
-        r["results"]["n"] == 2 + i % 9 for i, r in found.items()
-    )
+    killer = threading.Thread(target=kill)
+    killer.start()
+    result = on_ray(name, out, ordered=True, postprocess=poison).run()
+    killer.join()
+    assert (result.answered, result.failed) == (399, 5) and not killed[0].is_running()
+    found, expected = answers(out), dict(expected)
+    assert [*found] == sorted(found)
+    bad = found[8]["error"]
+    assert bad["code"] == "server_error" and "died" in bad["message"]
+    expected[8] = found[8]
+    for r in found.values():
+        for choice in ((r["response"] or {}).get("body") or {}).get("choices", ()):
+            made = r["response"]["body"]["usage"]["completion_tokens"]
+            assert choice.pop("results") == dict(result=made)
+    assert found == expected
 
 
 @pytest.fixture
@@ -312,8 +294,10 @@ def program(folder, tmp_path):
 
 @posix
 @pytest.mark.parametrize("ctrl_c", [False, True])
-def test_everything_ended_and_resumed(on_ray, alone, tmp_path, program, ctrl_c, capsys):
-    "No worker goes on without the one who writes; meanwhile nobody else may write."
+def test_everything_ended_and_resumed(
+    on_ray, folder, alone, tmp_path, program, ctrl_c, capsys, one_thread
+):
+    "No worker goes on without the one who writes; meanwhile nobody else may write. Workers go on, or one engine."
     (name, expected), out = alone, tmp_path / "out.jsonl"
     p = program(f"run -i {name} -o out.jsonl")
     wait_for_lines(out, 40, lambda: p.poll() is None)
@@ -328,9 +312,13 @@ def test_everything_ended_and_resumed(on_ray, alone, tmp_path, program, ctrl_c, 
     assert not ctrl_c or p.returncode == 130 and "the same command goes on" in said
     kept = out.read_bytes()
     assert 40 <= kept.count(b"\n") < 404
-    result = on_ray(name, out).run()
+    if ctrl_c:
+        llm = LLM(folder, dtype="fp32", max_num_seqs=4)
+        result = Job(name, out, model_name=Path(folder).name).run(llm)
+    else:
+        result = on_ray(name, out, workers=1).run()
     assert result.before >= kept.count(b"\n") and result.done == 404
-    assert by_id(out) == expected
+    assert answers(out) == expected
     assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
 
 
@@ -347,15 +335,30 @@ RUN = "run -i in.jsonl -o out.jsonl"
 )
 def test_what_can_not_run_on_ray(on_ray, tmp_path, capsys, monkeypatch, more, words):
     monkeypatch.chdir(tmp_path)
-    write("in.jsonl", [ask(1)])
+    write_lines("in.jsonl", [ask(1)])
     assert main([*RUN.split(), *more.split()]) == 2
     assert words in capsys.readouterr().err and not Path("out.jsonl").exists()
+
+
+def test_vectors_by_a_worker(on_ray, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = kept_encoder(tmp_path / "encoder")
+    # the last is longer than the model takes
+    rows = [*TEXTS, *(f"text {'and more ' * (i % 7)}{i}" for i in range(40)), "z" * 200]
+    Path("in.txt").write_text("\n".join(rows))
+    command = f"embed -i in.txt -o out.jsonl --model {model} --ray 1 --ray-cpus 1"
+    assert main(command.split()) == 1
+    assert "46 of 46 requests done, 1 failed" in capfd.readouterr().err
+    *found, last = read_lines("out.jsonl")
+    assert [r["line"] for r in found] == [*range(1, 46)] and last["line"] == 46
+    assert "the model takes" in last["error"]["message"] and last["embedding"] is None
+    close([r["embedding"] for r in found], vectors(LLM(model, compile=False), rows[:-1]))
 
 
 def test_no_ray(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)
-    write("in.jsonl", [ask(1)])
+    write_lines("in.jsonl", [ask(1)])
     assert main([*RUN.split(), "--ray", "2"]) == 2
     assert "pip install 'batchlab[ray]'" in capsys.readouterr().err
     assert not Path("out.jsonl").exists()

@@ -1,12 +1,13 @@
 "Tables in and out: every row, every column, in order, with its type; what a column is for; what is refused before anything runs."
 
-import csv, functools, gzip, itertools, json, os, random, shutil, subprocess, sys, time
+import csv, functools, gzip, itertools, json, os, random, shutil, sys, time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
-from helpers import ctrl_c, examples, read_table, write_lines
+from helpers import ENV, ctrl_c, examples, read_table, write_lines
+from warm import warm
 from batchlab.cli.flags import parser_of
 from batchlab import LLM, JobError, ParamError, SamplingParams, run
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -125,11 +126,12 @@ print(job.result.done, job.result.before, resource.getrusage(resource.RUSAGE_SEL
 def test_ten_thousand_rows_come_back_by_their_key():
     "Twelve columns, ended in the middle and gone on with: every row once, types kept; five times the rows take no more memory."
     grown = {}
+    Path("job.py").write_text(JOB)
     for n in (2000, 10_000):
         write(f"{n}.csv", wide(n))
         for stop in (n // 2, 0):
-            call = [sys.executable, "-c", JOB, f"{n}.csv", f"{n}.parquet", str(stop)]
-            p = subprocess.run(call, capture_output=True, text=True, timeout=500)
+            job = "-m", "job", f"{n}.csv", f"{n}.parquet", stop
+            p = warm([sys.executable, *job], Path.cwd(), ENV, timeout=500)
             assert p.returncode == 0, p.stderr
             done, before, grown[n] = map(int, p.stdout.split())
         assert (done, before >= n // 2, left(f"{n}.parquet")) == (n, True, [])

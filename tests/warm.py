@@ -50,15 +50,17 @@ def server(env):
     return ours
 
 
-def warm(command, cwd, env, input=None, stdout=None, stderr=None, timeout=50):
+def warm(command, cwd, env, input=None, stdout=None, stderr=None, timeout=50, imported=None):
     """The finished process of `command`, a list that begins with the interpreter and `-m`, and what it wrote, as text.
 
-    `stdout`, `stderr`: descriptors to write to instead. After `timeout` seconds it is killed. Where nothing forks so, an ordinary process."""
+    `stdout`, `stderr`: descriptors to write to instead. After `timeout` seconds it is killed. `imported`: the variables that the imports
+    saw, where they are not those of `env`. Where nothing forks so, an ordinary process."""
     if not LINUX:
         to = [subprocess.PIPE if f is None else f for f in (stdout, stderr)]
         how = dict(stdout=to[0], stderr=to[1], cwd=cwd, env=env, timeout=timeout)
         return subprocess.run(command, input=input or "", encoding="utf-8", **how)
-    asked, args = server(tuple(sorted(env.items()))), [str(a) for a in command[2:]]
+    asked = server(tuple(sorted((imported or env).items())))
+    args = [str(a) for a in command[2:]]
     kept, threads, own = {}, [], []
 
     def pipe(name, to):
