@@ -18,6 +18,24 @@ struct fp16 {
     memcpy(&f, &u, 4);
     return f;
 }
+static inline vf load(const fp16* p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = one(p + i);
+    return v;
+#endif
+}
+static inline vf load(const int8_t* p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    vf v;
+    for (int i = 0; i < W; i++) v[i] = p[i];
+    return v;
+#endif
+}
 // How groups are stored: of NR outputs the scales, in fp32 (`wide`) or fp16, and the offsets if there are some, for each `block`
 // of numbers; if this has several groups, then a byte of each output for each group, by which its scale is multiplied, and one
 // for the offset. Then come the numbers of its groups, those of less than 8 bits plus `zero`
@@ -38,6 +56,7 @@ struct Walk {
     const i64 groups, ahead, size, share;  // in a block; bytes of its scales, of a group's numbers, and of a block for each group
     const uint8_t *scales, *numbers, *line;  // of the block; of the group; what is fetched goes by even shares
     i64 g = 0;                               // which of the block it is
+    alignas(64) float block[2 * NR];         // of several groups: the scales of the block, and minus its offsets
     Walk(const uint8_t* from, const Form& f)
         : f(f),
           groups(f.groups()),
@@ -50,6 +69,13 @@ struct Walk {
     inline void next() {
         numbers += size, line += share;
         if (++g == groups) g = 0, scales = numbers, numbers += ahead;
+    }
+    inline void read_block() {  // before the scales of a group are read
+        if (g || groups == 1) return;
+        for (i64 o = 0; o < NR; o += W) {
+            store(block + o, load((const fp16*)scales + o));
+            if (f.offsets) store(block + NR + o, -load((const fp16*)scales + NR + o));
+        }
     }
     __attribute__((always_inline)) inline void fetch() const { fetch_ahead(line, share); }
 };
@@ -65,7 +91,7 @@ static inline uint64_t squeeze(uint64_t x) {  // numbers of 4 bits in bytes 0, 2
     return (x | x >> 24) & 0xffff;
 }
 // An order of numbers: put(form, o, x, q) puts the numbers x of a group of output o among the numbers q of its panel. Those of
-// `FLAT` bits are then as they stay, others are bytes, see `put_planes`
+// `FLAT` bits are then as they stay, others are bytes, see `pieces`
 struct Pairs {
     static constexpr i64 FLAT = 4;
     static inline void put(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
@@ -95,34 +121,47 @@ struct TilePairs : Pairs {
 };
 #endif
 
-// A group's numbers of 4, 5 or 6 bits, x in bytes, as q: a line is 4 NR bytes, and of each two lines the lower 4 bits share one.
-// Then one line has the upper bits of all
-static inline void put_planes(const Form& f, const uint8_t* x, uint8_t* q) {
-    constexpr i64 L = 4 * NR;
-    const i64 n = f.group / 4, high = f.bits - 4;
-    for (i64 r = 0; r < n; r += 2, q += L)
-        for (i64 i = 0; i < L; i++) q[i] = (x[r * L + i] & 15) | x[(r + 1) * L + i] << 4;
-    if (high) memset(q, 0, L);
-    for (i64 r = 0; high && r < n; r++)
-        for (i64 i = 0; i < L; i++) q[i] |= x[r * L + i] >> 4 << high * r;
+// Where numbers of 4, 5 or 6 bits lie, of a line of 4 NR bytes: call(line, by, mask) for each piece of them, whose bits, those of
+// `mask`, are `by` bits higher in the bytes of that line. With 5 and 6 bits the first lines are bytes with bits to spare, in
+// which the others lie in pieces
+template <int BITS, class F>
+static inline void pieces(int r, F call) {
+    if (BITS == 4)
+        call(r / 2, r % 2 * 4, 15);
+    else if (r < (BITS == 5 ? 5 : 3))
+        call(r, 0, (1 << BITS) - 1);
+    else if (BITS == 6)
+        call(0, 6, 3), call(1, 4, 12), call(2, 2, 48);
+    else if (r < 7)
+        call(2 * r - 10, 5, 7), call(2 * r - 9, 2, 24);
+    else
+        call(4, 5, 7), call(1, 4, 8), call(3, 3, 16);
 }
 template <int BITS>
 constexpr int GROUP = BITS == 6 ? 16 : 32;
+// A group's numbers x in bytes, as q
+template <int BITS>
+static inline void put_pieces(const uint8_t* x, uint8_t* q) {
+    constexpr i64 L = 4 * NR, N = GROUP<BITS> / 4;
+    memset(q, 0, L * N * BITS / 8);
+    for (int r = 0; r < N; r++, x += L)
+        pieces<BITS>(r, [=](int line, int by, int mask) {
+            for (i64 i = 0; i < L; i++) q[line * L + i] |= (x[i] & mask) << by;
+        });
+}
 // Vector j of line r of a group's numbers, in bytes again
 template <int BITS>
 static inline vu line_of(const uint8_t* q, int r, int j) {
-    vu v, h;
+    vu v = {};
     q += j * sizeof v;
-    memcpy(&v, q + (BITS == 8 ? r : r / 2) * 4 * NR, sizeof v);
-    if constexpr (BITS == 8) return v;
-    v = v >> r % 2 * 4 & 0x0f0f0f0f;
-    if constexpr (BITS > 4) {
-        constexpr int HIGH = BITS - 4;
-        constexpr uint32_t MASK = ((1 << HIGH) - 1) * 0x10101010u;
-        memcpy(&h, q + GROUP<BITS> * NR / 2, sizeof h);
-        const int by = HIGH * r - 4;
-        v |= (by < 0 ? h << -by : h >> by) & MASK;
-    }
+    if constexpr (BITS == 8)
+        memcpy(&v, q + r * 4 * NR, sizeof v);
+    else
+        pieces<BITS>(r, [&](int line, int by, uint32_t mask) {
+            vu x;
+            memcpy(&x, q + line * 4 * NR, sizeof x);
+            v |= x >> by & mask * 0x01010101u;
+        });
     return v;
 }
 // call(bits), as a constant
@@ -136,13 +175,18 @@ static inline void by_bits(i64 bits, F call) {
 // A group's numbers in bytes, less `zero`
 static void widen(i64 bits, const uint8_t* q, uint8_t zero, uint8_t* to) {
     typedef uint8_t vb __attribute__((vector_size(4 * W)));
-    by_bits(bits, [=](auto bits) {
+    by_bits(bits, [=](auto b) {
+        constexpr int BITS = b;
+        const auto all = [=](auto less) {
 #pragma GCC unroll 8
-        for (int r = 0; r < GROUP<bits> / 4; r++)
-            for (int j = 0; j < NV; j++) {
-                const vb v = (vb)line_of<bits>(q, r, j) - zero;
-                memcpy(to + r * 4 * NR + j * sizeof v, &v, sizeof v);
-            }
+            for (int r = 0; r < GROUP<BITS> / 4; r++)
+                for (int j = 0; j < NV; j++) {
+                    vb v = (vb)line_of<BITS>(q, r, j);
+                    if (less) v -= zero;
+                    memcpy(to + r * 4 * NR + j * sizeof v, &v, sizeof v);
+                }
+        };
+        zero ? all(std::true_type()) : all(std::false_type());
     });
 }
 
@@ -150,14 +194,18 @@ static void widen(i64 bits, const uint8_t* q, uint8_t zero, uint8_t* to) {
 template <class ORDER, class F>
 static inline void put_numbers(const Form& f, uint8_t* to, i64 count, F row) {
     alignas(64) uint8_t bytes[256 * NR];
-    const bool planes = f.bits < 8 && f.bits != ORDER::FLAT;
-    const i64 size = planes ? NR * f.group : f.numbers();
-    if (planes && count < NR) memset(bytes, 0, NR * f.block);
+    const bool apart = f.bits < 8 && f.bits != ORDER::FLAT;
+    const i64 size = apart ? NR * f.group : f.numbers();
+    if (apart && count < NR) memset(bytes, 0, NR * f.block);
     for (i64 o = 0; o < count; o++) {
         const int8_t* x = row(o);
-        for (i64 g = 0; g < f.groups(); g++) ORDER::put(f, o, x + g * f.group, (planes ? bytes : to) + g * size);
+        for (i64 g = 0; g < f.groups(); g++) ORDER::put(f, o, x + g * f.group, (apart ? bytes : to) + g * size);
     }
-    for (i64 g = 0; planes && g < f.groups(); g++) put_planes(f, bytes + g * size, to + g * f.numbers());
+    by_bits(apart ? f.bits : 8, [&](auto b) {
+        constexpr int BITS = b;
+        if constexpr (BITS < 8)
+            for (i64 g = 0; g < f.groups(); g++) put_pieces<BITS>(bytes + g * size, to + g * f.numbers());
+    });
 }
 
 // Whole numbers [N, K] and their scales and offsets [N, K / group] as panels; the last is filled up with zeros
@@ -325,33 +373,13 @@ static void dequantize_blocks(const i64* rows, T* to, i64 N, i64 K, i64 kind) {
 }
 EXPORT(dequantize_blocks)
 
-static inline vf load(const fp16* p) {
-#ifdef __AVX512F__
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
-#else
-    vf v;
-    for (int i = 0; i < W; i++) v[i] = one(p + i);
-    return v;
-#endif
-}
-static inline vf load(const int8_t* p) {
-#ifdef __AVX512F__
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#else
-    vf v;
-    for (int i = 0; i < W; i++) v[i] = p[i];
-    return v;
-#endif
-}
 // The scales (j = 0) or offsets (1) of a group, of W outputs from o on
 static inline vf scales_of(const Walk& at, i64 j, i64 o) {
     const Form& f = at.f;
     o += j * NR;
     if (f.wide) return load((const float*)at.scales + o);
-    const vf v = load((const fp16*)at.scales + o);
-    if (at.groups == 1) return v;
-    const vf scaled = v * load((const int8_t*)at.scales + (2 + at.g) * (f.offsets ? 2 : 1) * NR + o);
-    return j ? -scaled : scaled;
+    if (at.groups == 1) return load((const fp16*)at.scales + o);
+    return load(at.block + o) * load((const int8_t*)at.scales + (2 + at.g) * (f.offsets ? 2 : 1) * NR + o);
 }
 #ifdef __AVX512F__
 static inline void read_scales(const Walk& at, vf (&a)[4], vf (&b)[4]) {  // each twice: of 8 outputs in each vector
@@ -392,7 +420,7 @@ struct Expander {
         for (; k < end; k += 16) some(put);
     }
     inline void begin_group() {
-        at.fetch();
+        at.fetch(), at.read_block();
         read_scales(at, a, b);
         from = at.numbers;
         if (BITS == 8 && at.f.bits < 8) widen(at.f.bits, from, at.f.zero, room), from = room;
@@ -454,6 +482,7 @@ static void expand_panel(const uint8_t* from, const Form& f, i64 K, T* to) {
     uint8_t bytes[32 * NR];
     Walk at(from, f);
     for (i64 g = 0; g < K / f.group; g++, at.next()) {
+        at.read_block();
         for (i64 o = 0; o < NR; o += W)
             store(a + o, scales_of(at, 0, o)), store(b + o, f.offsets ? scales_of(at, 1, o) : all(-0.f));
         if (f.bits != 4) widen(f.bits, at.numbers, f.zero, bytes);
@@ -583,6 +612,7 @@ struct RowExpander {
     }
     inline void read_tables() {
         alignas(64) float a[NR], b[NR];
+        at.read_block();
         for (int o = 0; o < NR; o += W)
             store(a + o, scales_of(at, 0, o)), store(b + o, at.f.offsets ? scales_of(at, 1, o) : all(-0.f));
         // a and b are then read from memory: repeating a register's number takes a permutation

@@ -119,8 +119,8 @@ static inline vi add_quads(vi s, vi w, int32_t x) {
 #endif
 }
 // s = the products of a block of M rows by a panel; `lines` of what is read next are fetched on the way
-template <int M, int BITS>
-static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, const Form& f, i64 K, vf (&s)[M][NV],
+template <int M, int BITS, bool OFFSETS>
+static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, const Form& f, i64 K, vf (&to)[M][NV],
                                const char* soon, i64 lines) {
     constexpr int G = GROUP<BITS>;
     const i64 n = K / G;
@@ -129,11 +129,18 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
     const int32_t* sums = G == 32 ? x.sums + r * K / 32 : x.halves + r * K / 16;
     const float* worths = x.worths + r * K / 32;
     const int32_t zeros = zero_of(f) / 8;
+    vf s[M][NV] = {};  // here, so that they stay in registers
     i64 due = 0;
     Walk at(from, f);
     for (i64 g = 0; g < n; g++, sums += M, worths += M, at.next()) {
         for (due += lines; due >= n; due -= n, soon += 64) __builtin_prefetch(soon, 0, 2);
         if (M <= FEW && !soon) at.fetch();
+        at.read_block();
+        vf scale[NV], offset[NV];
+        for (int j = 0; j < NV; j++) {
+            scale[j] = scales_of(at, 0, j * W);
+            if (OFFSETS) offset[j] = scales_of(at, 1, j * W);
+        }
         vi t[M][NV];
         for (int i = 0; i < M; i++)
             for (int j = 0; j < NV; j++) t[i][j] = sums[i] * zeros - vi{};
@@ -147,15 +154,15 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
                 for (int j = 0; j < NV; j++) t[i][j] = add_quads(t[i][j], w[j], quad);
             }
         }
-        for (int j = 0; j < NV; j++) {
-            const vf scale = scales_of(at, 0, j * W);
-            for (int i = 0; i < M; i++) s[i][j] = multiply_add(__builtin_convertvector(t[i][j], vf), scale * scales[i], s[i][j]);
-            if (!f.offsets) continue;
-            const vf offset = scales_of(at, 1, j * W);
-            for (int i = 0; i < M; i++) s[i][j] = multiply_add(offset, all(worths[i]), s[i][j]);
-        }
+        for (int j = 0; j < NV; j++)
+            for (int i = 0; i < M; i++) {
+                s[i][j] = multiply_add(__builtin_convertvector(t[i][j], vf), scale[j] * scales[i], s[i][j]);
+                if (OFFSETS) s[i][j] = multiply_add(offset[j], all(worths[i]), s[i][j]);
+            }
         if (G == 32 || g % 2) scales += M;
     }
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < NV; j++) to[i][j] = s[i][j];
 }
 
 // The sums of a row for panel p as outputs
@@ -221,11 +228,13 @@ static void quads_tile(const Rounded& x, i64 r, i64 m, const uint8_t* from, cons
             begin(first + TG);  // while the vectors are at work
             const auto* sums_of = t[first / TG % 2];
             vf scale[count][NV], offset[count][NV];
-            for (int g = 0; g < count; g++, at.next())
+            for (int g = 0; g < count; g++, at.next()) {
+                at.read_block();
                 for (int j = 0; j < NV; j++) {
                     scale[g][j] = scales_of(at, 0, j * W);
                     if (OFFSETS) offset[g][j] = scales_of(at, 1, j * W);
                 }
+            }
             for (i64 i = 0; i < m; i++) {
                 vf v[NV] = {s[i][0], s[i][1]};
                 for (int g = 0; g < count; g++)
@@ -280,8 +289,11 @@ static void quads_panel(const Rounded& x, const Panel& panel, const T* bias, T* 
     for (i64 q = first; q < last; q++, soon += 64 * lines) {
         const i64 r = q * blocks.each;
         by_count<QR>(std::min(blocks.each, M - r), [&](auto m) {
-            vf s[m][NV] = {};
-            by_bits(f.bits, [&](auto bits) { quads_block<m, bits>(x, r, from, f, K, s, soon, lines); });
+            vf s[m][NV];
+            by_bits(f.bits, [&](auto bits) {
+                f.offsets ? quads_block<m, bits, true>(x, r, from, f, K, s, soon, lines)
+                          : quads_block<m, bits, false>(x, r, from, f, K, s, soon, lines);
+            });
             for (int i = 0; i < m; i++) put_sums(s[i], bias, out + (r + i) * N, p, N);
         });
     }
