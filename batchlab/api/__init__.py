@@ -453,11 +453,6 @@ class LLM:
         "The `Pooler` that knows what can be made of the model's hidden states, and how."
         return pooler_of(self.loaded)
 
-    @property
-    def pooling_tasks(self) -> tuple[str, ...]:
-        "The tasks of `PoolingParams` that the model has."
-        return self.pooler.tasks
-
     def embed(
         self,
         prompts: Prompts,

@@ -27,7 +27,7 @@ def quantize_groups(*weights: torch.Tensor, kernels: Kernels, bits: int = 4) -> 
     that would lose too much. Raises `Unavailable` for weights that aren't finite."""
     rows, d, N, K = row_addresses(weights)
     numbers = torch.empty(N, K, dtype=torch.int8)
-    scales = torch.zeros(2, N, K // 32, dtype=torch.float32)
+    scales = torch.zeros(2, N, K // 32).float()
     if bits == 8:
         x = torch.cat(weights).view(N, -1, 32)
         parts = numbers.view(N, -1, 32)
@@ -105,7 +105,7 @@ def _blocks_right(kernels: Kernels) -> Iterator[bool]:
     for weight in random_blocks(40):
         packed = pack_blocks([weight], kernels, weight.dtype, kernel="pack_quad_blocks")
         panels = panel_table([(packed, BLOCKS[weight.form][1].index)])
-        x = 127 * torch.eye(weight.shape[1], dtype=torch.float32)  # scales of 1
+        x = 127 * torch.eye(weight.shape[1]).float()  # scales of 1
         got = grouped_product(kernels, x, panels, None, n=40, kernel="quads_product").T / 127
         want = dequantize_blocks(kernels, weight, slice(None))
         yield bool((got - want).abs().max() <= 1e-6 * want.abs().max())

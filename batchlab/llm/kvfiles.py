@@ -13,8 +13,7 @@ from typing import NamedTuple
 log = logging.getLogger("batchlab")
 
 # %% auto #0
-__all__ = ['log', 'encode_block', 'decode', 'Stored', 'stored', 'remove_unfinished', 'World', 'worlds', 'clear_store', 'FileRoom',
-           'write_whole', 'BlockFiles']
+__all__ = ['log', 'encode_block', 'decode', 'Stored', 'stored', 'remove_unfinished', 'FileRoom', 'write_whole', 'BlockFiles']
 
 # %% ../../nbs/4_llm/kvfiles.ipynb #2a35195c
 _HEAD = struct.Struct("<16s32s16sQQ")  # what it is, world, name, tokens, bytes
@@ -91,43 +90,6 @@ def remove_unfinished(root: Path) -> None:
         if time.time() - f.used / 1e9 > 3600:
             with contextlib.suppress(OSError):
                 os.unlink(f.path)
-
-# %% ../../nbs/4_llm/kvfiles.ipynb #aae71517
-class World(NamedTuple):
-    """The record that a store has of one world: its folder, blocks, bytes, when one was last used,
-    and notes."""
-
-    path: Path
-    blocks: int
-    nbytes: int
-    used: float
-    about: dict[str, str]
-
-
-def worlds(root: Path) -> list[World]:
-    "The worlds in store `root`, the one used last first."
-    found = []
-    for folder in root.glob(_HEX):
-        files = stored(folder, f"{_HEX}.kv")
-        about = dict[str, str]()
-        with contextlib.suppress(OSError, ValueError):
-            about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
-        used = files[-1].used / 1e9 if files else 0.0
-        found.append(World(folder, len(files), sum(f.nbytes for f in files), used, about))
-    return sorted(found, key=lambda w: -w.used)
-
-
-def clear_store(root: Path) -> list[World]:
-    "Remove all blocks of store `root`, and nothing else: what there was. A process that runs goes on."
-    found = worlds(root)
-    for world in found:
-        for names in ("kv-*.tmp", f"{_HEX}.kv", _ABOUT):
-            for f in stored(world.path, names):
-                with contextlib.suppress(OSError):
-                    os.unlink(f.path)
-        with contextlib.suppress(OSError):
-            world.path.rmdir()  # if nothing else is in it
-    return found
 
 # %% ../../nbs/4_llm/kvfiles.ipynb #9e3f9418
 class FileRoom:

@@ -87,10 +87,6 @@ class LoRARequest:
         return self.lora_name
 
     @property
-    def adapter_id(self) -> int:
-        return self.lora_int_id
-
-    @property
     def path(self) -> str:
         return self.lora_path
 
