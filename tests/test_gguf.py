@@ -329,16 +329,6 @@ def test_what_does_not_fit_is_refused():
     assert nn.functional.embedding(torch.zeros(0, dtype=torch.int64), w).shape == (0, 96)
 
 
-def test_two_threads_read_two_files(tmp_path):
-    files = [tiny_gguf(tmp_path / f"{seed}.gguf", seed) for seed in range(2)]
-    loads = [lambda f=f: load_model(f, dtype="fp32")[0] for f in files]
-    reader = gguf.GGUFReader
-    for seed, model in enumerate(in_threads(*loads)):
-        want = tiny_model("llama", seed).state_dict()
-        assert all(torch.equal(p, want[name]) for name, p in model.state_dict().items())
-    assert gguf.GGUFReader is reader
-
-
 def test_another_thread_builds_modules_with_numbers_meanwhile(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM as auto
 
@@ -357,15 +347,22 @@ def test_threads_that_load_leave_the_process_as_it_was(tmp_path):
     "transformers sets torch's dtype meanwhile; without a lock the second keeps what the first has set."
     from transformers.utils import logging as tl
 
-    files = [tiny_gguf(tmp_path / "tiny.gguf")]
-    for seed in range(2):
-        model = tiny_model("llama", seed).to(torch.bfloat16)
-        files.append(kept_model(tmp_path / str(seed), model))
-    state = lambda: (torch.get_default_dtype(), tl.get_verbosity(), len(warnings.filters))
+    want = [tiny_model("llama", seed).to(torch.bfloat16) for seed in range(2)] * 2
+    files = [tiny_gguf(tmp_path / f"{seed}.gguf", seed) for seed in range(2)]
+    files += [kept_model(tmp_path / str(seed), want[seed]) for seed in range(2)]
+    state = lambda: (
+        torch.get_default_dtype(),
+        tl.get_verbosity(),
+        len(warnings.filters),
+        gguf.GGUFReader,
+    )
     before = state()
-    loads = [lambda f=f: [load_model(f, dtype="bf16") for _ in range(9)] for f in files]
-    models = [model for some in in_threads(*loads) for model, _ in some]
-    assert state() == before and {p.dtype for m in models for p in m.parameters()} == {torch.bfloat16}
+    loads = [lambda f=f: [load_model(f, dtype="bf16") for _ in range(5)] for f in files]
+    for some, model in zip(in_threads(*loads), want):
+        numbers = model.state_dict()
+        for loaded, _ in some:
+            assert all(torch.equal(p, numbers[k]) for k, p in loaded.state_dict().items())
+    assert state() == before
 
 
 def test_a_generation_config_beside_the_file_counts(tmp_path):
