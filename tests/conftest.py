@@ -10,7 +10,11 @@ if others := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / ".ci"))  # what its scripts share
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in (".ci", "nbs")]
+with contextlib.suppress(ImportError):  # a test runs a copy of this file, with nothing beside it
+    from chapter import places_alone
+
+    places_alone()
 
 
 # With several workers these begin: xdist takes files with many tests first, and these have few that are slow.
