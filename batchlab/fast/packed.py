@@ -9,9 +9,9 @@ __all__ = ['MakeLinear', 'join_biases', 'address_of', 'plain_weight', 'densify',
 # %% ../../nbs/4_fast/20_product.ipynb #4f5be878
 import ctypes, os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -156,12 +156,13 @@ def replace_linears(layer: nn.Module, linears: list[Any], packed: nn.Module) -> 
 def mapped_files() -> list[tuple[int, int]]:
     """The places where safetensors and GGUF files are mapped into this process:
     `[(first address, last + 1)]`. On Linux only."""
-    try:
-        maps: Any = psutil.Process().memory_maps(grouped=False)
-    except (AttributeError, OSError, ValueError, psutil.Error):
-        return []  # a system that does not say
-    found = [m.addr.split("-") for m in maps if m.path.endswith((".safetensors", ".gguf"))]
-    return [(int(first, 16), int(end, 16)) for first, end in found]
+    found = []  # psutil, too, but it asks as well how much of each is in memory, which takes 50 ms
+    with suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as maps:
+        for line in maps:
+            if line.rstrip().removesuffix(" (deleted)").endswith((".safetensors", ".gguf")):
+                first, end = line.split()[0].split("-")
+                found.append((int(first, 16), int(end, 16)))
+    return found
 
 
 def release_mapped_pages(tensor: torch.Tensor, files: Sequence[tuple[int, int]]) -> int:
