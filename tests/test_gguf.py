@@ -365,7 +365,9 @@ def test_threads_that_load_leave_the_process_as_it_was(tmp_path):
     before = state()
     loads = [lambda f=f: [load_model(f, dtype="bf16") for _ in range(9)] for f in files]
     models = [model for some in in_threads(*loads) for model, _ in some]
-    assert state() == before and {p.dtype for m in models for p in m.parameters()} == {torch.bfloat16}
+    assert state() == before and {p.dtype for m in models for p in m.parameters()} == {
+        torch.bfloat16
+    }
 
 
 def test_a_generation_config_beside_the_file_counts(tmp_path):
