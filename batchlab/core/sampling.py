@@ -409,9 +409,7 @@ def _checked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def _filter_(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     params = [r.params for r in rows]
     if not all(p.greedy for p in params):
-        x.div_(
-            x.new_tensor([[1.0 if p.greedy else p.temperature] for p in params])
-        )
+        x.div_(x.new_tensor([[1.0 if p.greedy else p.temperature] for p in params]))
     if any(p.greedy or p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
         x.masked_fill_(x < cutoffs(x, rows)[:, None], -math.inf)
     return x

@@ -362,4 +362,3 @@ def read_model(
             mapped: Any = reader.data
             mapped._mmap.madvise(mmap.MADV_DONTNEED)
     return model
-

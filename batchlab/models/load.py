@@ -104,7 +104,9 @@ def resolve_dtype(
     return torch.float32 if slow else want
 
 # %% ../../nbs/3_models/load.ipynb #a0be9314
-_alone = threading.RLock()  # what `quiet` sets, and what transformers sets meanwhile, is the process's
+_alone = (
+    threading.RLock()
+)  # what `quiet` sets, and what transformers sets meanwhile, is the process's
 
 
 @contextlib.contextmanager
@@ -124,7 +126,6 @@ def quiet() -> Iterator[None]:
             tl.set_verbosity(level)
             if bar:
                 tl.enable_progress_bar()
-
 
 # %% ../../nbs/3_models/load.ipynb #12073d0a
 def one_line(e: BaseException) -> str:

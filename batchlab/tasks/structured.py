@@ -243,7 +243,9 @@ class Validity:
             self.depth += 1
             try:
                 if self.depth > MOST_REFERENCES:
-                    raise RecursionError(f"more than {MOST_REFERENCES} references, one in the other")
+                    raise RecursionError(
+                        f"more than {MOST_REFERENCES} references, one in the other"
+                    )
                 yield from rule(*given)
             finally:
                 self.depth -= 1
