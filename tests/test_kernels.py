@@ -29,6 +29,8 @@ from batchlab.fast.native import (
     unpack_rows,
 )
 from batchlab.fast.packed import PackedLinear
+from batchlab.basics.decode import draw, uniform
+from batchlab.basics.prefill import Session
 from batchlab.core.backend import AttentionParams
 from batchlab.core.batch import pack_rows, cache_indices
 from batchlab.core.sampling import SamplingRow, processed_logits
@@ -392,7 +394,13 @@ def test_a_default_dtype_changes_nothing(kernels):
     x, w = torch.randn(3, 50), torch.randn(70, 64)
     params = SamplingParams(temperature=0.7, seed=1)
     rows = [SamplingRow.make(params, [1]) for _ in x]
-    made = lambda: (processed_logits(x, rows), kernels.pack_bytes(w, block=64)[2])
+    some = [Session([1], temperature=0.7, seed=seed) for seed in range(len(x))]
+    made = lambda: (
+        processed_logits(x, rows),
+        kernels.pack_bytes(w, block=64)[2],
+        torch.tensor(draw(x, some)),
+        torch.tensor([*map(uniform, some)], dtype=torch.float64),
+    )
     want = made()
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -131,9 +131,10 @@ def uniform(request: Session) -> float:
     """A number in [0, 1) for the request's next token: with a seed it depends on that and on the
     token's index alone."""
     if request.seed is None:
-        return float(torch.rand(()))
+        return float(torch.rand((), dtype=torch.float32))
     seed = (request.seed * 1_000_003 + len(request.output_ids)) % 2**63
-    return float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
+    generator = torch.Generator().manual_seed(seed)
+    return float(torch.rand((), generator=generator, dtype=torch.float32))
 
 # %% ../../nbs/1_basics/02_decode.ipynb #1366604f
 def draw(logits: Tensor, requests: Sequence[Session]) -> list[int]:
@@ -142,13 +143,14 @@ def draw(logits: Tensor, requests: Sequence[Session]) -> list[int]:
 
     All rows are drawn at once, each with a number of its own: what a seed gives does not depend
     on the company."""
-    heat = torch.tensor([r.temperature or 1.0 for r in requests], device=logits.device)
-    top_p = torch.tensor([r.top_p for r in requests], device=logits.device)
-    probs, ids = (logits.float() / heat[:, None]).softmax(-1).sort(-1, descending=True)
+    logits = logits.float()
+    heat = logits.new_tensor([r.temperature or 1.0 for r in requests])
+    top_p = logits.new_tensor([r.top_p for r in requests])
+    probs, ids = (logits / heat[:, None]).softmax(-1).sort(-1, descending=True)
     before = probs.cumsum(-1) - probs
     probs = probs.masked_fill(before >= top_p[:, None], 0.0)  # the likeliest always stays
     total = probs.cumsum(-1)
-    numbers = torch.tensor([uniform(r) for r in requests], device=logits.device)
+    numbers = logits.new_tensor([uniform(r) for r in requests])
     at = (total <= numbers[:, None] * total[:, -1:]).sum(-1).clamp(max=probs.shape[-1] - 1)
     at = torch.where(probs.gather(-1, at[:, None])[:, 0] > 0, at, 0)
     hot = torch.tensor([r.temperature > 0 for r in requests], device=logits.device)

@@ -89,7 +89,7 @@ def describe_gate(experts: Any) -> tuple[Activation, Callable[[torch.Tensor], to
         gate, up = x.clamp(max=limit).chunk(2, -1)
         return (up.clamp(min=-limit) + 1) * gate * torch.sigmoid(gate * alpha)
 
-    x = torch.stack([torch.linspace(-9, 9, 97), torch.linspace(-5, 7, 97).mul(9).sin() * 9])
+    x = torch.stack([torch.linspace(-9, 9, 97), torch.linspace(-5, 7, 97).mul(9).sin() * 9]).float()
     want = experts._apply_gate((x if experts.is_concatenated else x.T).flatten())
     for i, f in enumerate([*map(gated, ACTIVATIONS), clamped]):
         if torch.allclose(f(x.flatten()), want, atol=1e-4):

@@ -305,7 +305,7 @@ def activation_of(mlp: Any, gated: bool) -> Activation:
     """The activation of `mlp`, described for the kernels: found by trying it on 97 numbers.
     `gated`: its result is multiplied by the up product. Raises `Unavailable` if the kernels have
     none like it."""
-    x = torch.linspace(-6, 6, 97)
+    x = torch.linspace(-6, 6, 97).float()
     act = first_of(
         mlp, "act_fn", "activation_fn", "act", "activation", "intermediate.intermediate_act_fn"
     )
