@@ -123,9 +123,9 @@ struct TilePairs : Pairs {
 
 // Where numbers of 4, 5 or 6 bits lie, of a line of 4 NR bytes: call(line, by, mask) for each piece of them, whose bits, those of
 // `mask`, are `by` bits higher in the bytes of that line. With 5 and 6 bits the first lines are bytes with bits to spare, in
-// which the others lie in pieces
+// which the others lie in pieces. In line, so that r is a constant
 template <int BITS, class F>
-static inline void pieces(int r, F call) {
+__attribute__((always_inline)) static inline void pieces(int r, F call) {
     if (BITS == 4)
         call(r / 2, r % 2 * 4, 15);
     else if (r < (BITS == 5 ? 5 : 3))
@@ -151,13 +151,13 @@ static inline void put_pieces(const uint8_t* x, uint8_t* q) {
 }
 // Vector j of line r of a group's numbers, in bytes again
 template <int BITS>
-static inline vu line_of(const uint8_t* q, int r, int j) {
+__attribute__((always_inline)) static inline vu line_of(const uint8_t* q, int r, int j) {
     vu v = {};
     q += j * sizeof v;
     if constexpr (BITS == 8)
         memcpy(&v, q + r * 4 * NR, sizeof v);
     else
-        pieces<BITS>(r, [&](int line, int by, uint32_t mask) {
+        pieces<BITS>(r, [&](int line, int by, uint32_t mask) __attribute__((always_inline)) {
             vu x;
             memcpy(&x, q + line * 4 * NR, sizeof x);
             v |= x >> by & mask * 0x01010101u;
