@@ -385,14 +385,6 @@ def test_out_of_memory_is_one_line(capsys):
     assert told(MemoryError()) == 1 and "--max-num-seqs" in capsys.readouterr().err
 
 
-def test_errors_that_docstrings_name_are_at_the_top():
-    import batchlab
-    from batchlab import errors
-
-    for name in ("JobError", "ModelError", "ParamError", "PromptError"):
-        assert getattr(batchlab, name) is getattr(errors, name)
-
-
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
 
 
@@ -509,11 +501,6 @@ def test_a_model_without_a_template_is_refused_before_it_is_loaded(tmp_path, ref
         words = f"{model} & has no chat template & --chat-template"
         refuses([*map(str, run), "--model", str(model)], words)
         refuses(["generate", "a", "--chat", "--model", str(model)], words)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "float32", "float16"])
-def test_formats_of_numbers_have_the_names_that_they_have_in_python(dtype):
-    assert parse_args(["generate", "a", "--dtype", dtype]).dtype == dtype
 
 
 @pytest.mark.parametrize(
