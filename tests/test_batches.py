@@ -259,6 +259,7 @@ def test_with_the_openai_client(server, tmp_path):
     assert batch.usage.input_tokens == sum(u["prompt_tokens"] for u in used)
     assert batch.usage.output_tokens == sum(u["completion_tokens"] for u in used)
     assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    assert batch in c.batches.list(limit=2)
     assert {f.purpose for f in c.files.list()} == {"batch", "batch_output"}
     assert [f.id for f in c.files.list(purpose="batch")] == [file.id]
     with pytest.raises(openai.BadRequestError, match="purpose"):

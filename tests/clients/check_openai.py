@@ -1,4 +1,4 @@
-"OpenAI's own client, unchanged and with every answer held to its types: chat, streams, completions, JSON, tools, files, batches, errors by their class."
+"OpenAI's own client, unchanged and with every answer held to its types: chat, streams, completions, JSON, tools, errors by their class."
 
 import asyncio, io, json, time
 
@@ -208,53 +208,6 @@ def test_responses(client, model, whole):
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
-
-
-def test_files_and_batches(client, model, whole):
-    body = dict(model=model, **SHORT)
-    lines = [
-        dict(custom_id=str(i), method="POST", url="/v1/chat/completions", body=body)
-        for i in range(3)
-    ] + [
-        dict(
-            custom_id="bad",
-            method="POST",
-            url="/v1/chat/completions",
-            body=body | dict(temperature=-1),
-        )
-    ]
-    f = client.files.create(
-        file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch"
-    )
-    assert client.files.retrieve(f.id).filename == "in.jsonl" and f.id in [
-        x.id for x in client.files.list(purpose="batch")
-    ]
-    b = client.batches.create(
-        input_file_id=f.id,
-        endpoint="/v1/chat/completions",
-        completion_window="24h",
-        metadata=dict(a="b"),
-    )
-    while b.status not in ("completed", "failed", "expired", "cancelled"):
-        time.sleep(0.1)
-        b = client.batches.retrieve(b.id)
-    assert (b.status, b.request_counts.completed, b.request_counts.failed, b.metadata) == (
-        "completed",
-        3,
-        1,
-        dict(a="b"),
-    )
-    out = [json.loads(line) for line in client.files.content(b.output_file_id).text.splitlines()]
-    assert {
-        o["custom_id"]: o["response"]["body"]["choices"][0]["message"]["content"] for o in out
-    } == dict.fromkeys("012", whole.choices[0].message.content)
-    assert [
-        json.loads(line)["custom_id"]
-        for line in client.files.content(b.error_file_id).text.splitlines()
-    ] == ["bad"]
-    assert (
-        b.id in [x.id for x in client.batches.list(limit=2)] and client.files.delete(f.id).deleted
-    )
 
 
 def test_embeddings(client, settings, model):
