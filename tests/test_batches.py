@@ -403,6 +403,16 @@ def test_cancel_while_it_runs_and_before_its_turn(server):
     assert server.run(asks(1))["status"] == "completed"
 
 
+def test_a_batch_that_is_to_be_cancelled_comes_first(tmp_path):
+    store = BatchStore(tmp_path)
+    file = create_file(store, "a", b"{}")
+    _, last = [batches.create_batch(store, wish(file))["id"] for _ in "ab"]
+    batches.move_batch(store, last, "in_progress")
+    batches.cancel_batch(store, last)
+    assert next_batch(store)["id"] == last
+    store.close()
+
+
 def test_a_batch_that_was_cancelled_stays_so_when_its_lines_are_bad(tmp_path, monkeypatch):
     "Cancelled while its lines are looked at."
     with serving(tmp_path, fail_whole=True) as server:

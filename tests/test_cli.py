@@ -1,6 +1,6 @@
 "`batchlab` in processes of its own, with a tiny model: pipes, signals, exit statuses."
 
-import json, os, shlex, signal, subprocess, sys
+import gzip, json, os, shlex, signal, subprocess, sys
 import pytest
 
 from helpers import (
@@ -13,11 +13,12 @@ from helpers import (
     python,
     read_lines,
     run,
+    tiny_llm,
     write_lines,
 )
 from warm import warm
 
-from batchlab.cli import main
+from batchlab.cli import Signals, kind_in, main, told
 from batchlab.cli.flags import COMMANDS, parse_args, parser_of
 from batchlab.errors import JobError
 
@@ -199,6 +200,9 @@ MISTAKES = {
     "generate a --output no/dir/o.jsonl": "can't write no/dir/o.jsonl",
     "generate a --output latin": "--overwrite",
     "generate a --device tpu": "tpu",
+    "generate a --trace latin": "is no trace",
+    "run -i in -o o --trace in": "read or written already",
+    "generate a --do-sample --temperature 0": "contradict",
     "generate a --model no/such/model": "no/such/model",
     "generate a --guided-choice x": "--structured-outputs",
     "generate a --json x": "--structured-outputs",
@@ -239,6 +243,13 @@ def test_mistakes_are_one_line(tmp_path, args, words, refuses, monkeypatch):
     refuses(args, words)
     assert (tmp_path / "latin").read_bytes() == b"ok\n\xe9\n"
     assert sorted(os.listdir()) == ["empty", "in", "latin"]
+
+
+def test_what_comes_through_a_pipe_is_known_by_its_beginning(tmp_path):
+    kinds = {gzip.compress(b"{}"): ".jsonl.gz", b"PAR1": ".parquet", b"[{": ".json", b"a": ".txt"}
+    for data, kind in kinds.items():
+        (tmp_path / "pipe").write_bytes(data)
+        assert kind_in(tmp_path / "pipe", True, None) == kind
 
 
 def test_overwrite_only_when_asked_and_able(cli, batchlab, tmp_path):
@@ -296,6 +307,29 @@ def test_interrupt_keeps_what_is_finished(model, tmp_path, sig):
     assert len({r["index"] for r in done}) == len(done) and all(r["error"] is None for r in done)
 
 
+def test_what_waits_for_its_turn_is_written_at_an_interrupt(tmp_path):
+    def once():
+        if llm.stats().requests:
+            raise KeyboardInterrupt
+        return step()
+
+    llm = tiny_llm(max_num_seqs=4)
+    step, llm.loop.step = llm.loop.step, once
+    long = dict(prompt="a", max_tokens=99, ignore_eos=True)
+    write_lines(tmp_path / "in.jsonl", [long, dict(prompt="b", max_tokens=1)])
+    files = "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "o.jsonl")
+    assert main(["generate", *files], llm) == 130
+    assert [r["index"] for r in read_lines(tmp_path / "o.jsonl")] == [1]
+
+
+def test_a_signal_waits_for_a_record_that_is_being_written():
+    written = []
+    with pytest.raises(KeyboardInterrupt), Signals() as signals, signals.held():
+        signal.raise_signal(signal.SIGTERM)
+        written.append(1)
+    assert written
+
+
 def test_two_commands_read_a_plain_line_alike(cli, batchlab, model, tmp_path):
     "A setting is used or fails its line; content may come in parts, from a developer, beside an owner's NaN."
     parts = [dict(type="text", text=t) for t in ("Hello", "world")]
@@ -347,12 +381,8 @@ def test_a_mistake_is_json_too(said):
     assert status == 2 and line["level"] == "error" and "nowhere.jsonl" in line["message"]
 
 
-def test_errors_that_docstrings_name_are_at_the_top():
-    import batchlab
-    from batchlab import errors
-
-    for name in ("JobError", "ModelError", "ParamError", "PromptError"):
-        assert getattr(batchlab, name) is getattr(errors, name)
+def test_out_of_memory_is_one_line(capsys):
+    assert told(MemoryError()) == 1 and "--max-num-seqs" in capsys.readouterr().err
 
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
@@ -471,11 +501,6 @@ def test_a_model_without_a_template_is_refused_before_it_is_loaded(tmp_path, ref
         words = f"{model} & has no chat template & --chat-template"
         refuses([*map(str, run), "--model", str(model)], words)
         refuses(["generate", "a", "--chat", "--model", str(model)], words)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "float32", "float16"])
-def test_formats_of_numbers_have_the_names_that_they_have_in_python(dtype):
-    assert parse_args(["generate", "a", "--dtype", dtype]).dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,15 @@
 "What programs that are not ours send, and what they read from the answers. The programs themselves run in `.ci/clients`."
 
-import asyncio, importlib.machinery, importlib.util
+import asyncio
 from typing import Literal
 
 import pytest
 
-from helpers import ROOT, added_up, events_of, needs, serving
+from helpers import added_up, events_of, needs, serving
 
 openai, *_ = needs("openai", "httpx", "fastapi", "uvicorn")
 from pydantic import BaseModel
 
-from batchlab.models import tiny_tokenizer
-from batchlab.jobs.tools import format_of
 from test_server import CHAT, TALK, client_of
 
 HARMLESS = dict(
@@ -79,11 +77,3 @@ def test_answers_are_objects_of_pydantic(s):
 
     assert isinstance(whole, Verdict) and asyncio.run(main()) == whole
     assert {"content.delta", "content.done"} <= kinds
-
-
-def test_the_template_of_the_checks_knows_tools():
-    loader = importlib.machinery.SourceFileLoader("ci_clients", str(ROOT / ".ci" / "clients"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("ci_clients", loader))
-    loader.exec_module(module)
-    found = format_of(tiny_tokenizer(), module.TEMPLATE)
-    assert found and found.name == "hermes" and found.writes_calls and found.parallel

@@ -3,6 +3,7 @@
 import asyncio, base64, functools, http.client, json, random, re
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np, pytest, torch
 from transformers import (
@@ -22,7 +23,8 @@ from batchlab.llm.pooling_params import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
 from batchlab.jobs.job import Job
 from batchlab.jobs.journal import as_journal, from_journal, journal_of
-from batchlab.jobs.pooling import PoolingRequest
+from batchlab.jobs.pooling import PoolingRequest, TextsOutput, pooling_body
+from batchlab.jobs.settings import BadRequest
 from batchlab.jobs.schema import POOLING_URLS
 from batchlab.tasks.admit import ASKED_BY
 from batchlab.api.ray import BatchLLM
@@ -196,6 +198,9 @@ def test_plain_texts_of_a_table(tmp_path, encoder, name):
     assert not any("text as" in s for s in said)  # which a vector has not
     with pytest.raises(JobError, match="another column of that name"):
         job("text").run(encoder)
+    how["embed"] = PoolingRequest("embed", [], params=PoolingParams("embed", dimensions=3))
+    with pytest.raises(JobError, match="begun with embed"):
+        job().run(encoder)
     if name.endswith(".jsonl"):
         assert [d["row"] for d in found] == [*range(1, 8)]
         assert found[0]["usage"] == dict(prompt_tokens=5, total_tokens=5)
@@ -495,6 +500,12 @@ def test_scores_ranks_and_classes(encoder):
         assert len(s.web.post("/pooling", json=dict(input="abc")).json()["data"][0]["data"]) == 32
 
 
+def test_numbers_that_json_can_not_hold_are_an_error():
+    part = SimpleNamespace(outputs=SimpleNamespace(data=torch.tensor([float("nan")])))
+    with pytest.raises(BadRequest, match="not finite"):
+        pooling_body(EMBED, TextsOutput("", [part]), "", "")
+
+
 def test_a_client_that_leaves_ends_all_its_texts(encoder):
     with serving(encoder, max_pending=2) as s:
         cancelled = encoder.stats().requests.get("cancelled", 0)
@@ -531,7 +542,8 @@ def test_rows_of_ray_data(folder):
     async def answered(batch):
         return [x async for x in worker(batch)]
 
-    worker = BatchLLM(embed=True, model=folder, prompt_column="text", compile=False)
+    worker = BatchLLM(embed=True, model=folder, prompt_column="text", compile=False, timeout=99)
+    assert worker.queue.job.timeout == 99
     rows = dict(text=[*TEXTS, "z" * 200], temperature=["hot"] * 6)
     rows = {name: np.array(column, dtype=object) for name, column in rows.items()}
     [got] = asyncio.run(answered(rows))

@@ -1236,7 +1236,12 @@ def test_paused_it_hears_and_makes_no_step_and_nothing_is_lost():
     with llm:
         ask("again")
         llm.stop()
+    with pytest.raises(ZeroDivisionError), llm:
+        llm.pause()
+        ask("gone")
+        raise ZeroDivisionError
     assert [*map(how, ("kept", "left", "again"))] == [("length", 30)] * 3  # leaving goes on
+    assert how("gone")[0] == "cancelled"  # but not by an error
     assert llm.stats().slots_in_use == 0
 
 

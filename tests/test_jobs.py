@@ -25,9 +25,11 @@ from warm import warm
 from hypothesis import example, given, strategies as st
 
 from batchlab import LLM, JobError, SamplingParams
+from batchlab.api.run import options_of
 from batchlab.jobs.job import Job, Run
 from batchlab.jobs.journal import drop_side, journal_of, settings_file
-from batchlab.jobs.lines import parse_line
+from batchlab.jobs.progress import JobResult
+from batchlab.jobs.lines import ParamsCache, parse_line
 from batchlab.models import tiny_model, tiny_tokenizer
 
 CMD = [sys.executable, "-m", "batchlab.cli", "run"]
@@ -174,7 +176,7 @@ def by_key(data):
 @examples(120)
 @given(
     cut=st.integers(0, 10_000),
-    tail=st.sampled_from((b"", b"\0" * 100, b'{"id": "batch_req_', b"\xff")),
+    tail=st.sampled_from((None, b"", b"\0" * 100, b'{"id": "batch_req_', b"\xff")),
     ordered=st.booleans(),
 )
 def test_torn_anywhere(tmp_path_factory, cut, tail, ordered):
@@ -183,8 +185,9 @@ def test_torn_anywhere(tmp_path_factory, cut, tail, ordered):
     (d / "in.jsonl").write_bytes(requests)
     settings_file(d / "out.jsonl").parent.mkdir()
     settings_file(d / "out.jsonl").write_bytes(side)
-    kept = answers[: cut % (len(answers) + 1)]
-    (d / "out.jsonl").write_bytes(kept + tail)
+    kept = answers[: cut % (len(answers) + 1)]  # None: less the end of its last line
+    kept = kept.rpartition(b"\n")[0] if tail is None else kept + tail
+    (d / "out.jsonl").write_bytes(kept)
     result = Job(d / "in.jsonl", d / "out.jsonl", ordered=ordered).run(llm())
     got = (d / "out.jsonl").read_bytes()
     whole = kept[: kept.rfind(b"\n") + 1]
@@ -353,13 +356,12 @@ def test_a_hosted_file_runs_unchanged(tmp_path, job):
     assert bad["response"]["body"]["error"]["code"] == error_of(bad) == "invalid_url"
 
 
-def test_seeds_hold_whatever_runs_beside(tmp_path, job):
-    asked = [ask(i, temperature=1.2, seed=i, max_tokens=12, ignore_eos=True) for i in range(20)]
-    job(asked, output="a.jsonl").run(llm())
-    job(asked[::-3] + [ask(30)], output="b.jsonl").run(llm())
-    a, b = texts(tmp_path / "a.jsonl"), texts(tmp_path / "b.jsonl")
-    del b["r30"]
-    assert b.items() <= a.items() and len(b) == 7
+def test_answers_that_came_in_any_order_are_put_in_order(tmp_path, job):
+    how = dict(ignore_eos=True)
+    job([ask(i, max_tokens=40 // (i + 1), **how) for i in range(4)]).run(llm())
+    ids = lambda: [r["custom_id"] for r in read_lines(tmp_path / "out.jsonl")]
+    assert ids()[0] != "r0" and job(ordered=True).run(None).before == 4
+    assert ids() == ["r0", "r1", "r2", "r3"]
 
 
 def test_one_run_at_a_time(tmp_path, job):
@@ -399,8 +401,9 @@ def test_what_changed_is_refused(tmp_path, job):
     with pytest.raises(JobError, match="line 2 of .* is not what it was"):
         first().run(llm())
     assert first([ask(i) for i in (0, 1, 2, 3, 9)]).run(llm()).answered == 5  # more is no change
-    assert first([ask(i) for i in (0, 1, 2, 3, 9, 10)], force=True).run(other).answered == 6
-    assert not settings_file(out).exists()
+    more = dict(force=True, keep_journal=True)
+    assert first([ask(i) for i in (0, 1, 2, 3, 9, 10)], **more).run(other).answered == 6
+    assert settings_file(out).exists()
     out.unlink()  # taken away: a new beginning
     assert first(sampling_params=None).run(llm()).answered == 6
 
@@ -442,7 +445,7 @@ def test_retry_and_errors_in_their_own_file(tmp_path, job):
     out, err = tmp_path / "out.jsonl", tmp_path / "err.jsonl"
     asked = [ask(i) for i in range(8)] + [ask(99, n=0)]
     late = job(asked, error_file="err.jsonl", timeout=1e-9).run(llm())
-    assert (late.answered, late.failed, out.read_bytes()) == (0, 9, b"")
+    assert (late.answered, late.failed, late.prompt_tokens, out.read_bytes()) == (0, 9, 0, b"")
     assert {r["response"]["status_code"] for r in read_lines(err)} == {400, 408}
     again = lambda **more: job(error_file="err.jsonl", **more)
     assert again().run(None).before == 9  # a failure is an answer, until it is asked for again
@@ -457,10 +460,11 @@ def test_retry_and_errors_in_their_own_file(tmp_path, job):
 def test_cut_compression(tmp_path, job):
     asked = [ask(i, user=str(random.Random(i).random())) for i in range(400)]
     whole = gzip.compress("".join(json.dumps(d) + "\n" for d in asked).encode())
-    (tmp_path / "in.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     packed = lambda: job(input="in.jsonl.gz", output="out.jsonl.gz")
-    with pytest.raises(JobError, match="beyond line") as e:
-        packed().run(llm())
+    for part in (2, 4):  # then also of what was answered some is missing
+        (tmp_path / "in.jsonl.gz").write_bytes(whole[: len(whole) // part])
+        with pytest.raises(JobError, match="beyond line") as e:
+            packed().run(llm())
     done = len(read_lines(journal_of(tmp_path / "out.jsonl.gz")))
     assert e.value.status == 1 and 50 < done < 400
     (tmp_path / "in.jsonl.gz").write_bytes(whole)
@@ -564,6 +568,7 @@ def test_plan_counts_what_runs(tmp_path, job):
     assert 29 * 32 <= plan.shared_tokens < plan.prompt_tokens
     assert plan.seconds > 0 and plan.memory.slots == 4
     assert "that of line 2 already" in str(plan)
+    assert job(look_ahead=1).plan(llm(), calibrate=False).shared_tokens == 0  # of a block alone
 
 
 def plain(keys):
@@ -612,7 +617,6 @@ REFUSED = {
     '"max_length": 9': "'max_length' max_tokens",
     '"do_sample": true': "do_sample temperature",
     '"maxTokens": 9': "'maxTokens' 'max_tokens'",
-    '"top-p": 0.5': "'top-p' 'top_p'",
     '"guided_decoding_backend": "x"': "guided_decoding_backend",
     '"prompt_logprobs": 1': "prompt_logprobs",
     '"system": "Be brief."': "'system' role",
@@ -631,7 +635,6 @@ REFUSED = {
     '"custom_id": 0.5': "custom_id",
     '"response_format": {"type": "xml"}': "response_format json_schema",
     '"top_a": 0.1': "top_a",
-    '"length_penalty": 1.0': "length_penalty",
     '"json_schema": {}': "structured_outputs",
     '"prompt": "a"': "not JSON (  stands twice",
     '"x": [{"y": 1, "y": 1}]': "not JSON (  stands twice",
@@ -642,6 +645,12 @@ REFUSED = {
 def test_settings_nobody_can_honour_fail_their_line(keys, words):
     line = plain(keys)
     assert line.failure and all(w in line.failure[1] for w in words.split()), line.failure
+
+
+def test_what_a_line_leaves_open():
+    usual = SamplingParams(temperature=0, max_tokens=256)
+    assert ParamsCache().of(plain('"id": 1')) == usual
+    assert options_of(SamplingParams()) == dict(temperature=1.0, max_tokens=16)
 
 
 def test_a_failure_keeps_the_id_that_is_good():
@@ -693,6 +702,8 @@ def test_answers_of_older_jobs_are_known():
     from batchlab.jobs.tables import AskedRow
 
     assert [digest_of(raw) for raw in (b"{}", AskedRow("a"))] == ["d905e156", "5eae67b9"]
+    fields = "messages", "given", "system", "failure"  # more is hashed, where there is more
+    assert len({digest_of(AskedRow("a", **{k: v})) for k in fields for v in "bc"}) == 8
 
 
 def test_plain_lines_end_to_end(tmp_path, job):
@@ -789,6 +800,9 @@ def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
     long = [[3 + i] * 200 for i in range(6)]  # four steps to a prompt
     (slow, fast), (least, most), tried = jobs.rates(llm, long, budget=400)
     assert tried == 2 and 0 < slow <= fast <= 64 and 0 < least <= most <= 6
+    plan = jobs.JobPlan(prompt_tokens=30, shared_tokens=10, max_output_tokens=8)
+    plan.prompt_rates, plan.output_rates = (1, 2), (2, 4)
+    assert (plan.least_seconds, plan.seconds) == (10, 1.25 * (20 + 4))
 
 
 @pytest.mark.parametrize(
@@ -862,3 +876,4 @@ def test_a_summary_says_how_many_drafted_tokens_were_right(job):
     assert result.drafted_tokens == stats.drafted_tokens > 0
     said = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens were right"
     assert said in str(result) and result.figures["drafted_tokens"] == stats.drafted_tokens
+    assert JobResult(10, answered=6, before=4, seconds=2).left() == 4

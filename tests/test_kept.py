@@ -166,13 +166,6 @@ def test_what_was_answered_can_be_fetched_if_it_is_to_be_kept(shared, stream, st
     assert got["store"] is store and fetched(shared, got["id"]) == (got if store else "not_found")
 
 
-def test_responses_outlive_the_server(tmp_path):
-    with keeping(tmp_path) as s:
-        got = whole(s, input="Hello", **HOLD)
-    with keeping(tmp_path) as s:
-        assert fetched(s, got["id"]) == got
-
-
 def test_delete(client):
     r = client.responses.create(model="tiny", input="Hello", **HOLD)
     client.responses.delete(r.id)

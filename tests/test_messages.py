@@ -336,6 +336,13 @@ def test_a_system_message_between_calls_and_their_results_moves_behind_them(resu
     assert roles[: 3 + n] == ["user", "assistant", *["tool"] * n, "system"]
 
 
+def test_how_much_to_think_is_what_a_chat_says():
+    asked = dict(output_config=dict(effort="low"), thinking=dict(type="disabled"))
+    chat = chat_of_message(ASK | asked)
+    assert chat["reasoning_effort"] == "low"
+    assert chat["chat_template_kwargs"] == dict(enable_thinking=False)
+
+
 def test_a_note_about_billing_is_left_out_of_the_system_prompt_alone():
     note = "x-anthropic-billing-header: cc_version=1;"
     body, brief = ASK | dict(messages=[user(note)]), "Be brief."

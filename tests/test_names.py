@@ -253,6 +253,23 @@ def test_a_conversation_in_add_request_and_asyncio(llm):
         refused(ParamError, "prompt first", llm.add_request, "id1", prompt, GREEDY)
 
 
+def test_a_chat_has_a_priority_and_a_time(llm):
+    import asyncio
+
+    async def read(**how):
+        return [o async for o in AsyncLLM(llm).chat(TALK, GREEDY, **how)]
+
+    seen, note = [], lambda _, event, x: event == "queued" and seen.append(x.priority)
+    llm.watchers.append(note)
+    outs = llm.chat(TALK, GREEDY, priority=7, timeout=1e-9)
+    for how in (dict(timeout=1e-9), dict(priority=8)):
+        outs += asyncio.run(read(**how))[-1:]
+    llm.watchers.remove(note)
+    llm.stop()
+    reasons = [o.outputs[0].finish_reason for o in outs]
+    assert (reasons, seen) == (["timeout", "timeout", "length"], [7, 8])
+
+
 def test_an_answer_begun_and_closed_is_said(llm):
     with pytest.warns(UserWarning, match="continue_final_message=True"):
         llm.chat(TALK[:2], GREEDY)

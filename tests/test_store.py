@@ -559,7 +559,8 @@ def test_metrics_count_what_came_from_the_store(model, tmp_path):
     text = Metrics(SimpleNamespace(stats=llm.stats, llm=llm), "m").text().decode()
     loaded = 64 * llm.stats().loaded_blocks
     assert loaded
-    assert f'vllm:external_prefix_cache_hits_total{{model_name="m"}} {loaded:.1f}' in text
+    for name, n in (("external_prefix", loaded), ("prefix", llm.stats().cached_tokens)):
+        assert f'vllm:{name}_cache_hits_total{{model_name="m"}} {n:.1f}' in text
 
 
 def waiting(i):

@@ -435,6 +435,12 @@ def test_kinds_of_files_and_of_ends_of_lines(name, data):
     assert [r["text"] for r in read_table("out.tsv")] == want
 
 
+def test_of_a_line_that_is_too_long_only_the_beginning_is_read(monkeypatch):
+    monkeypatch.setattr("batchlab.jobs.formats.LONGEST_LINE", 9)
+    write_lines("in.jsonl", ["x" * 99, "y"])
+    assert [len(raw) for _, raw in Job("in.jsonl").raw()] == [10, 1]
+
+
 # --- one folder, gone when it is done; the output says how it was made
 
 
@@ -533,6 +539,8 @@ def test_run_goes_on_and_keeps_what_functions_made():
 
     go = functools.partial(ask, "in.csv", "out.parquet", postprocess=made)
     assert go(limit=4).done == 4
+    with pytest.raises(JobError, match="begun with postprocess"):
+        go(postprocess=None)
     assert go().before == 4 and len(called) == 6
     found = pq.read_table("out.parquet")
     assert found["size"].to_pylist() == [2] * 6 and found.schema.field("size").type == pa.int64()
@@ -557,6 +565,19 @@ def test_a_table_is_on_the_disk_before_its_journal_goes(monkeypatch, folder):
     monkeypatch.setattr(jobs, "drop_side", lambda p: (done.append("drop"), drop(p)))
     ask("in.csv", "out.csv")
     assert done[-4:] == ["out.csv.batchlab.new", "replace out.csv", folder.name, "drop"]
+    assert "answers.jsonl" in done
+
+
+def test_a_table_that_does_not_fit_leaves_no_half(monkeypatch):
+    def half(self, path, name):
+        Path(path).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    write_lines("in.csv", ["prompt", "a"])
+    monkeypatch.setattr(AnswerTable, "write_csv", half)
+    with pytest.raises(JobError, match="make room"):
+        ask("in.csv", "out.csv")
+    assert left("out.csv") == ["out.csv.batchlab"]
 
 
 def answered(path, out):
@@ -699,6 +720,8 @@ def test_a_second_try_keeps_what_it_does_not_run_again():
     assert again(retry_errors=True).done == 5 and read_table("out.csv") == before
     write_lines("in.csv", rows[:4])
     assert again(force=True).total == 3 and read_table("out.csv") == before
+    with pytest.raises(JobError, match="row 4 was answered"):
+        again(force=True, retry_errors=True)
 
 
 # --- rows that a reader could lose without a word
@@ -1129,8 +1152,8 @@ def test_a_byte_order_mark_and_an_encoding_agree_or_are_refused(kind, written, g
 
 
 def test_a_name_with_other_marks_in_it_tells_nothing_of_a_file():
-    Path("in.csv").write_text('"a;\tb\nc\u2028",prompt\nx,y\n', encoding="utf-8")
-    assert TableFile("in.csv").names == ["a;\tb\nc\u2028", "prompt"]
+    Path("in.csv").write_text('"a;\tb\nc\u2028",prompt,prompt\nx,y\n', encoding="utf-8")
+    assert TableFile("in.csv").names == ["a;\tb\nc\u2028", "prompt", "prompt.1"]
 
 
 # --- what is short, empty or twice

@@ -507,9 +507,10 @@ def test_what_goes_with_tools():
     assert tool_params(held, None, NONE) is held and tool_grammar(HERMES, NONE) is None
     with pytest.raises(BadRequest, match="response_format"):
         tool_params(held, HERMES, AUTO)
-    stops = SamplingParams(stop=["x", "<"])
+    stops = SamplingParams(stop=["x", "<"], include_stop_str_in_output=True)
     p = tool_params(stops, HERMES, AUTO)
     assert (p.stop, p.stop_until) == (["x", "<"], ["<tool_call>"])
+    assert not p.include_stop_str_in_output
     assert not tool_params(stops, HERMES, MUST).stop, "such an answer has no content"
     until = tool_params(stops, fmt_of("llama"), AUTO).stop_until
     assert until == [f'{{"name": "{name}", "parameters": ' for name in ("weather", "now")]

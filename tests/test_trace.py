@@ -18,7 +18,8 @@ from batchlab.core.ledger import Ledger
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.runners import PackedRunner
 from batchlab.view.trace import Recorder, StepLog
-from batchlab.view.tracefile import LEDGER_FIELDS, PARTS, TraceRow, Trace, slot_runs
+from batchlab.view.viewer import POLICY, view_html, write_page
+from batchlab.view.tracefile import LEDGER_FIELDS, PARTS, SlotRun, TraceRow, Trace, slot_runs
 from helpers import examples, greedy, ids
 
 V2 = Path(__file__).parent / "data" / "trace_v2.json"
@@ -340,6 +341,8 @@ def test_files(tmp_path):
     assert Trace.load(path).data == llm.recorder.data == json.loads(path.read_text())
     with pytest.raises(OSError):
         llm.recorder.save(tmp_path / "no" / "such.json")
+    with pytest.raises(TypeError):
+        Trace(dict(a={1})).save(tmp_path / "half.json")
     assert [p.name for p in tmp_path.iterdir()] == ["t.json"]
 
 
@@ -379,6 +382,13 @@ def test_a_file_of_version_2_still_opens(tmp_path):
     for draw in (pictures.timeline, pictures.waste):
         parsed(draw(V2).svg)
     assert check_events(t.events()["traceEvents"]) and t.frame().shape[0] == len(t.steps)
+    old["requests"][0]["end"] = None  # it runs: no span is without an end
+    assert check_events(Trace(old).events()["traceEvents"])
+    page = view_html(old | dict(model="</script>"))
+    assert page.count("</script>") == 2 and POLICY in page
+    (tmp_path / "mine.html").write_text("mine")
+    with pytest.raises(TraceError, match="is no page"):
+        write_page(V2, tmp_path / "mine.html")
 
 
 @pytest.mark.parametrize("count", [1, 2, 24, 500])
@@ -442,6 +452,12 @@ def test_lanes_say_what_the_steps_say():
                 assert i not in at
             else:
                 assert at[i].kind in ("held", "blocked" if s["waiting"] else "idle")
+
+
+def test_a_place_is_empty_whether_somebody_waits_for_it_or_not():
+    kinds = "idle", "blocked", "held", "decode"
+    lane = [SlotRun(i, i + 1, kind) for i, kind in enumerate(kinds)]
+    assert pictures.share_idle({("packed", 0): lane}) == 0.5
 
 
 def test_facts_are_read_while_another_thread_ends_the_request():

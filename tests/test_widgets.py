@@ -9,7 +9,8 @@ W = pytest.importorskip("ipywidgets", reason="needs ipywidgets: pip install 'bat
 
 from batchlab import LLM, SamplingParams
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.view.widgets import LiveView, WidgetBox, Watch, live
+from batchlab.view.drawing import Picture
+from batchlab.view.widgets import LiveView, WatchedRequest, WidgetBox, Watch, live, request_html
 
 from helpers import BOOK, scripted, until
 
@@ -55,6 +56,8 @@ def test_texts_are_the_engines(llm):
     assert [r.text for r in view.watch.requests] == [a.text for a in alone]
     assert [r.num_tokens for r in view.watch.requests] == [len(a.token_ids) for a in alone]
     assert view.watch.num_tokens == sum(len(a.token_ids) for a in alone)
+    view.watch.times.appendleft((-9.0, 10**9))  # long ago
+    assert view.watch.rate() < 10**6
     view.close()
 
 
@@ -188,10 +191,16 @@ def test_pictures_are_xml_and_hostile_text_is_text(llm):
     view = LiveView(llm, bad, replace(LONG, max_tokens=8))
     view.wait(60)
     ET.fromstring(view.picture())
+    ET.fromstring(Picture("<", "&", 9, 9, []).svg)
     assert "<script" not in view.picture() and not any(
         "<script" in w.value for w in view.kept if isinstance(w, W.HTML)
     )
     view.close()
+
+
+def test_of_a_long_answer_the_end_is_shown():
+    said = request_html(0, WatchedRequest("0", "", "<" * 700))
+    assert said.count("&lt;") == 600 and "…" in said
 
 
 # Where nobody can click
