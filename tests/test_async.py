@@ -1,7 +1,6 @@
 """`AsyncLLM`: what coroutines get is what `LLM` gives, whatever is cancelled, aborted, slow or closed meanwhile."""
 
 import asyncio, gc, random, threading, time, weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,6 +9,7 @@ from batchlab.errors import EngineError, ParamError
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
+from batchlab.models.lengths import SHORT
 from helpers import greedy, ids, oracle, paused_after, same
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -234,6 +234,11 @@ def test_wrong_calls_raise_where_they_are_awaited(llm):
         AsyncLLM(llm.llm, max_pending=0)
 
 
+def test_long_prompts_hold_up_no_others(llm):
+    of = lambda n: llm.queuer_for("a" * n)
+    assert of(9) is llm.queuer and of(SHORT) is llm.long_queuer
+
+
 def test_weights_are_read_anew():
     "A change that no call can notice, written past torch: what was kept of the old weights goes, and nobody's answer with it."
     own = AsyncLLM(LLM(tiny_model("llama", seed=5), compile=False))
@@ -254,14 +259,6 @@ def test_weights_are_read_anew():
 
     before, after = ids(run(change()))
     assert [after] == oracle(model, [prompt], 6) and after != before
-
-
-def test_a_loop_in_each_of_two_threads(llm):
-    "One after the other is promised; this shows that the places of two loops do not get in each other's way."
-    prompts = [[n] * n for n in range(5, 25)]
-    once = lambda p: asyncio.run(last(llm.generate(p, greedy(6))))
-    with ThreadPoolExecutor(1) as pool:
-        assert ids(pool.map(once, prompts)) == oracle(llm.llm.model, prompts, 6)
 
 
 @pytest.mark.parametrize("max_pending", [1, 8])
@@ -339,6 +336,16 @@ def test_a_timeout_counts_from_the_call():
     out = run(late())
     assert out.finish_reason == "timeout" and not out.token_ids
     llm.llm.close()
+
+
+def test_a_loop_that_is_closed_ends_its_requests(llm):
+    loop, outputs = asyncio.new_event_loop(), llm.generate([5, 6], LONG)
+    with paused_after(llm.llm, 12):
+        loop.run_until_complete(anext(outputs))
+        loop.close()
+    while llm.llm.has_unfinished:
+        time.sleep(0.01)
+    assert llm.stats().requests == dict(cancelled=1)
 
 
 def test_loops_that_are_closed_are_let_go():
