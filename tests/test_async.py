@@ -338,6 +338,16 @@ def test_a_timeout_counts_from_the_call():
     llm.llm.close()
 
 
+def test_a_loop_that_is_closed_ends_its_requests(llm):
+    loop, outputs = asyncio.new_event_loop(), llm.generate([5, 6], LONG)
+    with paused_after(llm.llm, 12):
+        loop.run_until_complete(anext(outputs))
+        loop.close()
+    while llm.llm.has_unfinished:
+        time.sleep(0.01)
+    assert llm.stats().requests == dict(cancelled=1)
+
+
 def test_loops_that_are_closed_are_let_go():
     llm, loops = few(1), []
 

@@ -131,7 +131,7 @@ class _Mailbox:
     ) -> None:
         """Add `event`, in any thread. The loop is woken now, or when the calls `after` a step
         are made."""
-        first = not self.came
+        first = not self.came or self.loop.is_closed()
         self.came.append((answer, event))
         if after is None:
             self.post()
@@ -187,8 +187,9 @@ class _Order:
         "End it for a `reason` before the engine has heard of it."
         name = self.answer.request_id
         output = RequestOutput(name, outputs=[CompletionOutput(0, finish_reason=reason)])
-        event = StreamEvent(name, finish_reason=reason, finished=True, output=output)
-        self.mailbox.put(self.answer, event)
+        self.mailbox.put(
+            self.answer, StreamEvent(name, finish_reason=reason, finished=True, output=output)
+        )
 
     def group(self) -> RequestGroup | None:
         "Its prompt, tokenised and ready for the engine; None if it has ended by now."
@@ -363,10 +364,11 @@ class AsyncLLM:
                 job.add_done_callback(lambda _: trim_memory(cuda=False))
             try:
                 await asyncio.wrap_future(job)
-                output = None
-                while output is None or not output.finished:
+                while True:
                     output = await answer.next()
                     yield output
+                    if output.finished:
+                        break
             finally:
                 if not answer.last and not job.cancel():
                     answer.aborted = True  # its tokenising can stop
@@ -378,8 +380,7 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> bool:
         """End a request with what it has by now, or at its turn if it still waits; whether there
         was one. Its reader gets a last output, 'cancelled'."""
-        answer = self.answers.get(str(request_id))
-        if answer:
+        if answer := self.answers.get(str(request_id)):
             answer.aborted = True
             self.llm.cancel(answer.request_id)
         return answer is not None
