@@ -210,26 +210,6 @@ def test_responses(client, model, whole):
         client.responses.retrieve(first.id)
 
 
-def test_embeddings(client, settings, model):
-    texts = ["a", "two words", "a"]
-    whole = [
-        d.embedding
-        for d in client.embeddings.create(model=model, input=texts, encoding_format="float").data
-    ]
-    assert whole[0] == whole[2] != whole[1] and all(
-        abs(sum(x * x for x in v) - 1) < 1e-3 for v in whole
-    )
-    with openai.OpenAI(**settings) as lax:
-        packed = [
-            d.embedding for d in lax.embeddings.create(model=model, input=texts).data
-        ]  # base64, which the published type denies
-    assert all(
-        abs(x - y) < 1e-6
-        for v, w in zip(whole, packed, strict=True)
-        for x, y in zip(v, w, strict=True)
-    )
-
-
 def test_errors_by_class(client, model):
     ask = dict(model=model, **SHORT)
     cases = [
