@@ -203,8 +203,7 @@ def test_no_page_scrolls_sideways(site, browser, width):
 def test_search_finds_a_chapter(site, browser):
     page = browser.new_page()
     page.goto((site / "search.html").as_uri() + "?q=preemption")
-    page.wait_for_selector("ul.search li a", timeout=15_000)
-    assert page.locator('ul.search li a[href*="09_scheduler"]').count()
+    page.wait_for_selector('ul.search li a[href*="09_scheduler"]', timeout=15_000)
     page.close()
 
 
