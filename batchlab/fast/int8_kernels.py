@@ -18,7 +18,9 @@ def bytes_right(kernels: Kernels) -> Iterator[bool]:
     gen = torch.Generator().manual_seed(0)
     x, w = (torch.randint(-127, 128, s, generator=gen) for s in ((29, 64), (70, 64)))
     x[:, 0], w[0], x[0] = 127, 127, 127  # scales of 1; the largest sum
-    got = kernels.bytes_product(x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70).float(), None, 1)
+    got = kernels.bytes_product(
+        x.float(), pack_bytes(w.to(torch.int8)), torch.ones(70).float(), None, 1
+    )
     yield torch.equal(got.long(), x @ w.T)
     for dtype in DTYPES:
         w = torch.randn(70, 64, generator=gen).to(dtype)
