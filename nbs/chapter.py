@@ -26,7 +26,6 @@ def begin(names: dict) -> None:
     last = names
     sys.last_traceback = sys.last_value = sys.last_exc = None
     gc.collect()
-    gc.freeze()  # what is left are modules: the next chapter need not look through them
     log = logging.getLogger("batchlab")  # which a chapter may have hushed, or listened to
     log.setLevel(logging.NOTSET)
     log.handlers.clear()
