@@ -16,7 +16,7 @@ CELLS = [
 from batchlab import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.params import SamplingParams
-from batchlab.view.widgets import LiveView, Panel
+from batchlab.view.widgets import LiveView, WidgetBox
 model, tokenizer = tiny_model('llama', max_position_embeddings=4096), tiny_tokenizer()
 llm = LLM(model, tokenizer, max_num_seqs=2, max_num_batched_tokens=16, compile=False)
 long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
@@ -24,7 +24,7 @@ long = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
     "LiveView(llm, ['The sea', 'A hill is', 'Rain falls on'], long, paused=True)",
     """
 import threading
-print('threads', sum(t.name.startswith('batchlab') for t in threading.enumerate()), 'panels', sum(map(len, Panel.made.values())),
+print('threads', sum(t.name.startswith('batchlab') for t in threading.enumerate()), 'panels', sum(map(len, WidgetBox.made.values())),
       'in use', llm.stats().slots_in_use, dict(llm.stats().requests))
 """,
 ]

@@ -157,10 +157,10 @@ def mapped_files() -> list[tuple[int, int]]:
     """The places where safetensors and GGUF files are mapped into this process:
     `[(first address, last + 1)]`. On Linux only."""
     found = []  # psutil, too, but it asks as well how much of each is in memory, which takes 50 ms
-    with suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as maps:
+    with suppress(OSError), open("/proc/self/maps", "rb") as maps:
         for line in maps:
-            if line.rstrip().removesuffix(" (deleted)").endswith((".safetensors", ".gguf")):
-                first, end = line.split()[0].split("-")
+            if line.rstrip().removesuffix(b" (deleted)").endswith((b".safetensors", b".gguf")):
+                first, end = line.split()[0].split(b"-")
                 found.append((int(first, 16), int(end, 16)))
     return found
 
