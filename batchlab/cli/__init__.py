@@ -5,7 +5,7 @@
 # %% ../../nbs/7_serve/cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import contextlib, gc, io, json, logging, os, re, signal, socket, sys, tempfile
+import contextlib, gc, io, json, logging, os, re, socket, sys, tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -292,7 +292,7 @@ def run_job(args: Namespace, llm: LLM | None = None) -> int:
         raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
     text = args.command == "embed"
-    with signals_to(signal.default_int_handler), input_file(args.input, text=text, form=args.form) as args.input:
+    with signals_to(), input_file(args.input, text=text, form=args.form) as args.input:
         job = ray_job(args) if args.ray and not args.dry_run else job_from_args(args, Job)
         if args.dry_run:
             return print_plan(job.dry_run(), args)
@@ -418,7 +418,7 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
     output = None if args.output == "-" else args.output
     with (
         contextlib.ExitStack() as stack,
-        signals_to(signal.default_int_handler),
+        signals_to(),
         input_file(name or "-", None if name else io.BytesIO(b"\n"), text=True) as path,
         traced(args.trace) as watch,
     ):

@@ -154,7 +154,8 @@ class PromptJob(Job):
     """`texts`, and then the requests of file `input`, `shown` in messages if there is one; the
     records go to `file` in their order, as soon as their turn comes.
 
-    `write`: what is written of a record. `adapters`: a line may name one as its model. `outputs`: all that came, if that is a list."""
+    `write`: what is written of a record. `adapters`: a line may name one as its model. `outputs`:
+    all that came, if that is a list."""
 
     texts: Sequence[str] = ()
     file: PromptFile | None = None
