@@ -7,11 +7,11 @@ from __future__ import annotations
 
 # %% auto #0
 __all__ = ['LEVELS', 'processor_flags', 'compiler_target', 'cpu_name', 'version', 'expanded', 'cache_dir', 'memory_limits',
-           'trim_heap', 'no_collection', 'release_threads']
+           'trim_heap', 'no_collection', 'signals_to', 'signals_held', 'release_threads']
 
 # %% ../nbs/2_core/machine.ipynb #b54cc550
-import contextlib, ctypes, functools, gc, importlib.metadata, os
-from collections.abc import Iterator
+import contextlib, ctypes, functools, gc, importlib.metadata, os, signal, threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -168,6 +168,40 @@ def no_collection() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()  # they count as old now, and need not be looked through as new ones
             gc.enable()
+
+# %% ../nbs/2_core/machine.ipynb #973c0bbc
+@contextlib.contextmanager
+def signals_to(
+    handler: Callable[..., object] = signal.default_int_handler, python: bool = False
+) -> Iterator[None]:
+    """SIGINT and SIGTERM go to `handler` meanwhile, in the main thread, as others get none; left
+    out, both raise `KeyboardInterrupt`. `python`: only those that Python code handles."""
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for n in signal.SIGINT, signal.SIGTERM:
+                if callable(old := signal.getsignal(n)) or not python:
+                    stack.callback(signal.signal, n, old)
+                    signal.signal(n, handler)
+        yield
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """A signal that comes meanwhile takes effect at the end. A second one raises
+    `KeyboardInterrupt`."""
+    came = list[int]()
+
+    def got(n: int, frame: object) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(n)
+
+    try:
+        with signals_to(got, python=True):
+            yield
+    finally:
+        for n in came:
+            signal.raise_signal(n)
 
 # %% ../nbs/2_core/machine.ipynb #ompth002
 def _gnu_openmp() -> list[ctypes.CDLL]:

@@ -18,7 +18,8 @@ from helpers import (
 )
 from warm import warm
 
-from batchlab.cli import Signals, kind_in, main, told
+from batchlab.machine import signals_held, signals_to
+from batchlab.cli import kind_in, main, told
 from batchlab.cli.flags import COMMANDS, parse_args, parser_of
 from batchlab.errors import JobError
 
@@ -324,7 +325,7 @@ def test_what_waits_for_its_turn_is_written_at_an_interrupt(tmp_path):
 
 def test_a_signal_waits_for_a_record_that_is_being_written():
     written = []
-    with pytest.raises(KeyboardInterrupt), Signals() as signals, signals.held():
+    with pytest.raises(KeyboardInterrupt), signals_to(), signals_held():
         signal.raise_signal(signal.SIGTERM)
         written.append(1)
     assert written

@@ -1,7 +1,7 @@
 "The engine under load: drawn mixes of requests, thousands of them, several threads, and faults in the middle."
 
-import asyncio, dataclasses, functools, gc, itertools, logging, random, sys
-import threading, time
+import asyncio, dataclasses, functools, gc, itertools, logging, random, signal
+import sys, threading, time
 from collections import Counter
 
 import psutil, pytest, torch
@@ -33,7 +33,7 @@ from batchlab.fast.kernels import KernelStep, TiledCache, load_kernels
 from batchlab.errors import EngineError, ModelError, ParamError, UnsupportedModelError
 from batchlab.models import eos_token_ids, tiny_model, tiny_tokenizer
 from batchlab.llm.outputs import RequestGroup, RequestOutput
-from batchlab.core.request import Request, RowOutput
+from batchlab.core.request import Request
 from batchlab.core.scheduler import Scheduler
 from invariants import check_invariants, check_pool
 from batchlab.core.cache import KVCache
@@ -789,56 +789,55 @@ def test_ending_many_that_wait_takes_time_for_each_once():
     assert not s.waiting and compared["n"] < 20 * len(rs)
 
 
-def test_an_interrupt_at_any_line_of_the_scheduler_loses_nobody():
-    "Ctrl-C comes between any two lines. After `reset` each request is there once, with no slot, and all run to their end."
+def test_a_signal_at_any_line_of_a_step_loses_nothing():
+    "It takes effect behind the step: what was streamed, the answers and whose log probabilities they have are as without it."
+    llm = LLM(
+        tiny_model("llama"),
+        tiny_tokenizer(),
+        max_num_seqs=2,
+        max_num_batched_tokens=9,
+        enable_prefix_caching=False,
+    )
+    drawn = SamplingParams(n=2, seed=1, max_tokens=3, ignore_eos=True)
+    asked = ([5, 6] * 6, greedy(4, logprobs=1)), ([7], drawn), ([8, 9], greedy(2))
 
-    def begun():
-        s = Scheduler(3, 12, max_kv_tokens=96, block_size=4)
-        for i in range(6):
-            s.add(Request(str(i), [5, 6, 7, 8] * (1 + i % 3) + [i], 4 + i))
-        for _ in range(2):
-            s.update(plan := s.schedule(), [RowOutput([9] * row.samples) for row in plan.rows])
-        s.finish(s.running[0], "length")  # so that the next step admits somebody
-        return s, [*s.running, *s.waiting]
-
-    def interrupted(s, after):
-        "Whether `schedule` was interrupted, `after` so many lines."
-        left = after
+    def told(after):
+        "The parts of all answers, where Ctrl-C came after so many lines; and whether it did."
+        left, parts, raised = after, [], 0
+        for prompt, params in asked:
+            llm.add_request(prompt, params, parts.append)
 
         def trace(frame, event, arg):
             nonlocal left
-            if not frame.f_code.co_filename.endswith(("scheduler.py", "blocks.py")):
+            if "batchlab" not in frame.f_code.co_filename:
                 return None
-            left -= event == "line"
-            if left < 0:
-                raise KeyboardInterrupt
+            if event == "line":
+                left -= 1
+                if not left:
+                    signal.raise_signal(signal.SIGINT)
             return trace
 
         old = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            s.schedule()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(old)
-        return False
+        while llm.has_unfinished:
+            sys.settrace(trace if left > 0 else old)
+            try:
+                llm.step()
+            except KeyboardInterrupt:
+                raised += 1
+            finally:
+                sys.settrace(old)
+        said = lambda x: (x.text, x.token_ids, x.finish_reason, [*map(list, x.logprobs or ())])
+        return [
+            said(x) for e in parts for x in (e, *(e.output.outputs if e.output else ()))
+        ], raised
 
-    for after in itertools.count():
-        s, requests = begun()
-        more = interrupted(s, after)
-        s.reset()
-        assert s.waiting == sorted(requests, key=lambda r: r.rank) and not s.running, after
-        assert sorted(s.slots.free) == [0, 1, 2], after
-        assert all(r.slot is None and not r.block_table for r in requests), after
-        while s.has_unfinished:
-            plan = s.schedule()
-            check_invariants(s, plan)
-            s.update(plan, [RowOutput([9] * row.samples) for row in plan.rows])
-        assert all(len(r.output_ids) == r.max_tokens for r in requests), after
-        if not more:
+    want, _ = told(0)
+    for after in itertools.count(1, 97):
+        got, raised = told(after)
+        assert got == want, after
+        if not raised:
             break
-    assert after > 100
+    assert after > 2000
 
 
 WORKERS = """

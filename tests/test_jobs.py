@@ -422,8 +422,10 @@ def test_a_foreign_file_is_left_alone(tmp_path, job, name, force):
 def test_a_finished_output_is_done(tmp_path, job, name):
     "It is not gone on with, and answers of its lines are asked for once."
     again, out = functools.partial(job, output=name, ordered=True), tmp_path / name
+    out.symlink_to(tmp_path / "there")
     begun = again([ask(i) for i in range(3)], limit=2).run(llm())
     assert (begun.answered, settings_file(out).exists()) == (2, True)
+    os.utime(out, (2**31, 2**31))  # by another machine's clock
     assert (again().run(llm()).before, settings_file(out).exists()) == (2, False)
     kept = out.read_bytes()
     for change in ({}, dict(sampling_params=dict(top_k=4)), dict(retry_errors=True)):
@@ -439,6 +441,7 @@ def test_a_finished_output_is_done(tmp_path, job, name):
         assert ("force=True" in str(e.value), out.read_bytes()) == (name == "out.jsonl", kept)
     if name == "out.jsonl":
         assert again(grown, force=True).run(llm()).before == 3 and len(texts(out)) == 5
+    assert out.is_symlink()
 
 
 def test_retry_and_errors_in_their_own_file(tmp_path, job):

@@ -80,7 +80,7 @@ def engine(name):
         gemma=lambda: sentencepiece(False),
         wordpiece=wordpiece,
     )[name]()
-    return LLM(tiny_model("llama", vocab_size=300), t)
+    return LLM(tiny_model("llama", vocab_size=300), t, max_num_seqs=4, max_num_batched_tokens=20)
 
 
 ALL = "byte", "llama", "gemma", "wordpiece"
@@ -213,6 +213,7 @@ def test_texts_of_log_probabilities_are_the_text_and_bytes_their_own(name, text,
         ("byte", "t h e Ġ c"),
         ("llama", "<0x0A> ▁the ▁cat ▁sat ! <0xC3> <0xA9>"),
         ("gemma", "▁the ▁cat !"),
+        ("byte", "Ģ " * 50),  # no character, over several steps
     ],
 )
 def test_tokens_of_a_prompt_are_its_text(name, words, start):

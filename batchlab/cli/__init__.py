@@ -5,7 +5,7 @@
 # %% ../../nbs/7_serve/cli.ipynb #9e57a6e9
 from __future__ import annotations
 
-import contextlib, gc, io, json, logging, os, re, signal, socket, sys, tempfile, threading
+import contextlib, gc, io, json, logging, os, re, socket, sys, tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from .flags import bench_parser, llm_names, parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
-from ..machine import no_collection
+from ..machine import no_collection, signals_to
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
     from fastapi import APIRouter
@@ -164,41 +164,6 @@ def open_output(args: Namespace) -> TextIO:
     except OSError as e:
         raise JobError(f"can't write {name} ({e.strerror or e})") from e
 
-# %% ../../nbs/7_serve/cli.ipynb #45b01c22
-class Signals:
-    """While entered, SIGINT and SIGTERM raise `KeyboardInterrupt`, except inside `held()`, after
-    which they do."""
-
-    def __init__(self) -> None:
-        self.holding = self.pending = False
-
-    def _got(self, *_: object) -> None:
-        if not self.holding:
-            raise KeyboardInterrupt
-        self.pending = True
-
-    def __enter__(self) -> Signals:
-        able = (
-            threading.current_thread() is threading.main_thread()
-        )  # only there can Python have handlers
-        self.old = {s: signal.signal(s, self._got) for s in (signal.SIGINT, signal.SIGTERM) if able}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for s, h in self.old.items():
-            signal.signal(s, h)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        self.holding = True
-        try:
-            yield
-        finally:
-            self.holding = False
-        if self.pending:
-            self.pending = False
-            raise KeyboardInterrupt
-
 # %% ../../nbs/7_serve/cli.ipynb #eb5878c9
 def llm_options(args: Namespace) -> dict[str, Any]:
     "The arguments of `LLM` that the command line gives."
@@ -327,7 +292,7 @@ def run_job(args: Namespace, llm: LLM | None = None) -> int:
         raise JobError("--ray takes files, no --trace")
     check_trace_path(args)
     text = args.command == "embed"
-    with Signals(), input_file(args.input, text=text, form=args.form) as args.input:
+    with signals_to(), input_file(args.input, text=text, form=args.form) as args.input:
         job = ray_job(args) if args.ray and not args.dry_run else job_from_args(args, Job)
         if args.dry_run:
             return print_plan(job.dry_run(), args)
@@ -420,7 +385,7 @@ def read_from(texts: Sequence[str], name: str | None, what: str) -> str:
     return name
 
 # %% ../../nbs/7_serve/cli.ipynb #dbf595b7
-def prompt_job(args: Namespace, path: str, name: str, signals: Signals) -> PromptJob:
+def prompt_job(args: Namespace, path: str, name: str) -> PromptJob:
     "The job of `batchlab generate`, whose file `name` is read from `path`. Raises `BatchlabError`."
     from batchlab.cli.prompts import PromptJob, as_text, prompts_form
     from batchlab.jobs.formats import as_json
@@ -436,7 +401,6 @@ def prompt_job(args: Namespace, path: str, name: str, signals: Signals) -> Promp
         adapters=args.enable_lora or bool(args.lora_modules),
         outputs=[] if args.verify else None,
         write=as_json if args.output else as_text,
-        held=signals.held,
     )
 
 # %% ../../nbs/7_serve/cli.ipynb #gen00003
@@ -454,11 +418,11 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
     output = None if args.output == "-" else args.output
     with (
         contextlib.ExitStack() as stack,
-        Signals() as signals,
+        signals_to(),
         input_file(name or "-", None if name else io.BytesIO(b"\n"), text=True) as path,
         traced(args.trace) as watch,
     ):
-        job = prompt_job(args, path, name, signals)
+        job = prompt_job(args, path, name)
 
         def load() -> LLM:
             nonlocal llm

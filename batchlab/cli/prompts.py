@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools, json, math, os, stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
@@ -19,6 +19,7 @@ from ..jobs.job import Job, LocalRun
 from ..jobs.progress import JobResult, Progress
 from ..jobs.journal import Ledgerbook, Outbox, StandardOutput
 from ..jobs.lines import JobLine, parse_line
+from ..machine import signals_held
 from batchlab.jobs.tables import (
     CONVERT,
     SUFFIX_KINDS,
@@ -153,14 +154,13 @@ class PromptJob(Job):
     """`texts`, and then the requests of file `input`, `shown` in messages if there is one; the
     records go to `file` in their order, as soon as their turn comes.
 
-    `write`: what is written of a record. `held`: a context in which no signal ends the process.
-    `adapters`: a line may name one as its model. `outputs`: all that came, if that is a list."""
+    `write`: what is written of a record. `adapters`: a line may name one as its model. `outputs`:
+    all that came, if that is a list."""
 
     texts: Sequence[str] = ()
     file: PromptFile | None = None
     write: Callable[[dict[str, Any]], bytes] = as_text
     shown: str = ""
-    held: Callable[[], AbstractContextManager[Any]] = nullcontext
     adapters: bool = False
     outputs: list[Any] | None = None
     written: int = field(default=0, init=False)
@@ -235,7 +235,7 @@ class PromptRun(LocalRun):
         job = self.job
         due = sum(map(len, self.outbox.pending.values()))
         try:
-            with job.held():
+            with signals_held():
                 super().flush()
                 job.written += due
         except BrokenPipeError:

@@ -42,6 +42,7 @@ class SamplingRow:
     output_ids: list[int] = field(default_factory=list)
     grammar: TokenMask | None = None  # says which ids may come next, if params.structured_outputs
     ahead: list[float] = field(default_factory=list)  # random numbers drawn and not used yet
+    speller: IncrementalDecoder | None = None  # of the prompt's text, for its log probabilities
 
     @classmethod
     def make(
@@ -548,16 +549,14 @@ def token_text(row: SamplingRow) -> TokenText:
 # %% ../../nbs/2_core/11_sampling.ipynb #55d86d44-2
 def prompt_texts(row: SamplingRow, start: int, n: int) -> list[str | None]:
     """The text that each of `n` tokens of the prompt of `row`, from `start` on, adds to it; None
-    for special ones, and where no text is wanted."""
+    for special ones, and where no text is wanted. Call it for one part behind the other."""
     if row.tokenizer is None or not row.params.detokenize:
         return [None] * n
-    ids, early = row.prompt_ids, max(0, start - 8)  # a character may have begun before
-    decoder = IncrementalDecoder(row.tokenizer, before=ids[:early])
-    added = [(None if decoder.skips(i) else "", decoder.add(i)) for i in ids[early : start + n]][
-        start - early :
-    ]
-    texts = [none if none is None else text for none, text in added]
-    if start + n == len(ids) and texts and texts[-1] is not None:
+    ids = row.prompt_ids
+    if (decoder := row.speller) is None:
+        decoder = row.speller = IncrementalDecoder(row.tokenizer, before=ids[:start])
+    texts = [None if decoder.skips(i) else decoder.add(i) for i in ids[start : start + n]]
+    if start + n == len(ids) and texts[-1] is not None:
         texts[-1] += decoder.finish()
     return texts
 

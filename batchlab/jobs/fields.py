@@ -234,9 +234,14 @@ class JobFields:
         if isinstance(self.postprocess, Mapping):
             made = sorted(self.postprocess)
         if self.embed:
-            found |= dict(embed=self.embed)
-        found |= dict(postprocess=made, output_column=names.shown.get(self.answer_column))
-        found |= dict(columns_of_answers=names.renamed or None)
+            found["embed"] = self.embed
+        if self.columns and not self.from_table:  # of a table a row's digest tells
+            found["columns"] = self.id_column, *self.setting_columns, self.empty
+        found |= dict(
+            postprocess=made,
+            output_column=names.shown.get(self.answer_column),
+            columns_of_answers=names.renamed or None,
+        )
         return json.loads(json.dumps(found, default=str))
 
 # %% ../../nbs/6_jobs/fields.ipynb #d77e780a

@@ -179,8 +179,8 @@ def sync(path: str | Path) -> None:
 
 def new_of(path: str | Path) -> str:
     """The name under which the next content of file `path` is written before it takes that place:
-    one that only batchlab gives."""
-    return f"{path}.batchlab.new"
+    one that only batchlab gives. Where a link leads elsewhere, there."""
+    return f"{os.path.realpath(path)}.batchlab.new"
 
 
 @contextmanager
@@ -191,9 +191,9 @@ def whole_file(path: str | Path) -> Iterator[str]:
     try:
         yield new
         sync(new)
-        os.replace(new, path)
+        os.replace(new, os.path.realpath(path))
         with suppress(OSError):
-            sync(Path(path).absolute().parent)  # not every system can
+            sync(os.path.dirname(new))  # not every system can
     finally:
         with suppress(OSError):
             os.unlink(new)

@@ -174,7 +174,7 @@ class LocalRun(Run):
 def lock(path: str | Path, stack: ExitStack) -> None:
     "Hold the lock beside `path` until `stack` closes. Raises `JobError` if another process has it."
     folder = side_of(path)
-    file = side_of(path) / "lock"
+    file = folder / "lock"
     if not folder.absolute().parent.is_dir():
         raise JobError(f"can't write {path} (no such folder)")
     stack.callback(suppress_os, folder.rmdir)
@@ -437,18 +437,17 @@ class Job(JobFields):
             if journal_of(path) == str(path):
                 open(path, "ab").close()
         journal = journal_of(self.output)
-        there = Path(self.output).exists()
         some = has_records(journal)
-        written = os.path.getmtime
-        if self.grows or there and not some:
-            return
-        if there and written(self.output) > written(journal):
+        made = not (some and os.path.getmtime(journal))
+        if self.grows or made and Path(self.output).exists():
             return  # made of it already, and perhaps edited since
         if self.to_table and some:
             sort_records(journal, self.names)
         source = self.table() if self.to_table and self.from_table else None
         records = lambda: ((n, d) for path in some for n, _, d in raw_records(path, self.names))
         export_records(records, self.output, source, self.names)
+        # until records are added to it; the clocks of two runs may differ
+        suppress_os(lambda: os.utime(journal, (0, 0)))
 
     def leave(self, done: bool) -> None:
         "Delete the folder beside the output if the job is `done`, or has no record yet."

@@ -335,7 +335,7 @@ def has_records(*paths: str | Path | None) -> list[str | Path]:
 def drop_side(output: str | Path) -> None:
     "Delete what is beside `output`, the journal first: the settings alone do no harm."
     left = [*side_of(output).glob("*.new"), Path(new_of(output))]  # of a run that was killed
-    for path in (side_of(output) / "answers.jsonl", settings_file(output), *left):
+    for path in side_of(output) / "answers.jsonl", settings_file(output), *left:
         path.unlink(missing_ok=True)
 
 # %% ../../nbs/6_jobs/journal.ipynb #02d011a7

@@ -15,7 +15,7 @@ from ..errors import BatchlabError, EngineError
 from .delivery import Delivery, stats_of
 from .engines import Engines
 from .outputs import RequestGroup, Stats, StreamEvent
-from ..machine import release_threads
+from ..machine import release_threads, signals_held
 
 log = logging.getLogger("batchlab")
 
@@ -82,7 +82,7 @@ class Loop:
         """Queue prompts made ready by `admit`, in this order. Raises `EngineError` for an id
         that is not done yet, or while it stops."""
         self.check_process()
-        with self.progress:
+        with signals_held(), self.progress:
             if self.stopping:
                 raise EngineError("the engine is stopping: start it again before adding requests")
             for g in groups:
@@ -125,20 +125,21 @@ class Loop:
     @contextlib.contextmanager
     def hold(self, timeout: float = -1) -> Iterator[bool]:
         """Nobody else makes a step meanwhile; gives whether that was so within `timeout`
-        seconds. Raises `EngineError` inside a callback."""
+        seconds. A signal waits for the end. Raises `EngineError` inside a callback."""
         self.check_outside()
-        mine = self.mutex.acquire(timeout=timeout)
-        try:
-            if mine:
-                self.stepper = threading.get_ident()
-            yield mine
-        finally:
-            if mine:
-                while self.after:
-                    self.after.popleft()()
-                self.stepper = None
-                self.mutex.release()
-                self.wake()
+        with signals_held():
+            mine = self.mutex.acquire(timeout=timeout)
+            try:
+                if mine:
+                    self.stepper = threading.get_ident()
+                yield mine
+            finally:
+                if mine:
+                    while self.after:
+                        self.after.popleft()()
+                    self.stepper = None
+                    self.mutex.release()
+                    self.wake()
 
     def wake(self) -> None:
         "Have whoever waits for the end of a step look again."
