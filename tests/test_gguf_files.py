@@ -326,17 +326,17 @@ def sentencepiece_file(path, arch="llama", **more):
     return write(path, arch, {f"tokenizer.ggml.{k}": v for k, v in said.items()}, {})
 
 
-@pytest.mark.parametrize(
-    "text, prefixed, bare",
-    [
-        ("ab", ["▁ab"], ["ab"]),
-        ("aab", ["▁a", "ab"], ["aab"]),
-        (" a", ["▁", "▁a"], ["▁a"]),
-        ("ac b", ["▁a", "c ", "▁", "b"], ["a", "c ", "b"]),
-        ("a<|x|>a", ["▁a", "<|x|>", "▁a"], ["a", "<|x|>", "a"]),
-        ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
-    ],
-)
+JOINED = """
+["ab", ["▁ab"], ["ab"]]
+["aab", ["▁a", "ab"], ["aab"]]
+[" a", ["▁", "▁a"], ["▁a"]]
+["ac b", ["▁a", "c ", "▁", "b"], ["a", "c ", "b"]]
+["a<|x|>a", ["▁a", "<|x|>", "▁a"], ["a", "<|x|>", "a"]]
+["é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]]
+"""
+
+
+@pytest.mark.parametrize("text, prefixed, bare", json_lines(JOINED))
 def test_a_sentencepiece_vocabulary_joins_the_best_pair_first(tmp_path, text, prefixed, bare):
     for more, want in (({}, prefixed), (dict(add_space_prefix=False), bare)):
         tok = load_tokenizer(sentencepiece_file(tmp_path / "spm.gguf", **more))

@@ -171,17 +171,18 @@ def test_a_containers_limit_is_the_machines_memory(monkeypatch, limits, total, f
 
 
 @pytest.mark.parametrize(
-    "config, error",
+    "config, words",
     [
-        (dict(architectures=["LlamaForMaskedLM"]), UnsupportedModelError),
-        (dict(model_type="mine"), UnsupportedModelError),
+        (dict(architectures=["LlamaForMaskedLM"]), "those of a Llama"),
+        (dict(model_type="mine"), "mine"),
+        (dict(model_type="vit", architectures=[]), "neither a causal"),
     ],
 )
-def test_what_can_not_load_is_refused_by_its_config(tmp_path, config, error):
+def test_what_can_not_load_is_refused_by_its_config(tmp_path, config, words):
     outline(tmp_path, tiny_model("llama"))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    with pytest.raises(error):
+    with pytest.raises(UnsupportedModelError, match=words):
         LLM(tmp_path, device="cpu")
 
 
