@@ -153,6 +153,7 @@ ODD = np.ones(64, np.float32)
 # A key of the metadata, and what stands under it, or nothing.
 KEYS = r"""
 [".rope.scaling.type", "longrope"]
+[".attention.clamp_kqv", 1]
 [".rope.dimension_count", 8]
 [".attention.value_length", 8]
 [".attention.head_count", [4, 2]]

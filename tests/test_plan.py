@@ -1,6 +1,7 @@
 "A plan says what a call takes in all, and whether that fits."
 
 import json
+from types import SimpleNamespace
 
 import pytest, torch
 
@@ -31,6 +32,13 @@ def machine(monkeypatch, total, free):
     for module in (planning, config):
         for name, n in dict(total_memory=total, free_memory=free).items():
             monkeypatch.setattr(module, name, lambda device, n=n: n, raising=False)
+
+
+@pytest.mark.parametrize("strategy, step", [("continuous", -1), ("static", 1)])
+def test_the_longest_are_queued_first_unless_the_order_given_counts(strategy, step):
+    longer = [SimpleNamespace(requests=[SimpleNamespace(max_tokens=n)]) for n in (1, 2)]
+    way = SimpleNamespace(strategy=strategy)
+    assert planning.queue_order(way, longer) == longer[::step]
 
 
 @pytest.mark.parametrize(
