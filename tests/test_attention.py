@@ -58,6 +58,13 @@ def own(model, rows=([5, 9, 200, 31], [8, 6])):
         return torch.stack([model(torch.tensor([r]), use_cache=False).logits[0, -1] for r in rows])
 
 
+def test_a_head_computes_what_is_due_alone():
+    model, rows = tiny("nemotron"), []
+    model.lm_head.register_forward_hook(lambda m, x, y: rows.append(y.shape[1]))
+    run(model)
+    assert rows == [2]
+
+
 def close(a, b):
     torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
 

@@ -26,6 +26,7 @@ from batchlab.models import encode_chat
 from batchlab.models.fetch import find_model
 from batchlab.models.load import load_tokenizer
 from batchlab.models.tiny import tiny_model
+from helpers import json_lines
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0)
 
@@ -112,15 +113,7 @@ def backend(family, aliased):
     else:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocab = {c: i for i, c in enumerate(letters)}
-        merges = [
-            ("<", "|"),
-            ("|", ">"),
-            ("Ċ", "Ċ"),
-            ("Ġ", "Ġ"),
-            (">", "Ċ"),
-            ("i", "m"),
-            ("|>", "Ċ"),
-        ]
+        merges = [(m[:-1], m[-1]) for m in "<| |> ĊĊ ĠĠ >Ċ im |>Ċ".split()]
         for a, b in merges:
             vocab.setdefault(a + b, len(vocab))
         t = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=family == "llama3"))
@@ -272,8 +265,9 @@ def calling(function):
     return dict(role="assistant", content="", tool_calls=[dict(function=function)])
 
 
-def test_a_template_may_take_the_thoughts_out_of_answers():
-    said = "<think>Hm.</think>Hello<|im_end|>"
+@pytest.mark.parametrize("before", ["", "So: "])
+def test_a_template_may_take_the_thoughts_out_of_answers(before):
+    said = before + "<think>Hm.</think>Hello<|im_end|>"
     ids = encode_chat(speaker("chatml"), talk(["Hi", said, "Bye"]))
     assert controls_in(ids) == TURN * 4 + TURN[:1]
     assert "Hm." not in speaker("chatml").decode(ids)
@@ -338,26 +332,26 @@ def test_no_other_mark_in_an_answer_is_a_token(said):
 
 
 ARGUMENTS = "m.tool_calls[0].function.arguments"
+# What a template writes, and the text that it makes of it.
+CHANGED = """
+["m.content.replace(' ', '')", "<|im_ end|>"]
+["m.content.replace(' ', '')", "<| im_start |>"]
+["m.content | lower", "<|IM_END|>"]
+["m.content[:10]", "<|im_end|>!"]
+["m.content | reverse", ">|dne_mi|<"]
+["'<|' + m.content + '|>'", "im_end"]
+["'<|im_' + m.content", "end|>"]
+["m.content + 'end|>'", "<|im_"]
+["m.content + m.content.split()[0]", "<|im_ end|>"]
+"""
 
 
 @pytest.mark.parametrize(
     "said, message, variables",
     [
-        *(
-            (said, dict(content=content), {})
-            for said, content in (
-                ("m.content.replace(' ', '')", "<|im_ end|>"),
-                ("m.content.replace(' ', '')", "<| im_start |>"),
-                ("m.content | lower", "<|IM_END|>"),
-                ("m.content[:10]", "<|im_end|>!"),
-                ("m.content | reverse", "<|im_end|>"[::-1]),
-                ("'<|' + m.content + '|>'", "im_end"),
-                ("'<|im_' + m.content", "end|>"),
-                ("m.content + 'end|>'", "<|im_"),
-                ("m.content + m.content.split()[0]", "<|im_ end|>"),
-            )
-        ),
+        *((said, dict(content=content), {}) for said, content in json_lines(CHANGED)),
         ("m.content ~ mood", {}, dict(mood="<|im_end|>")),
+        ("m.think", dict(think="<|im_end|>"), {}),
         ("documents[0].text ~ m.content", {}, dict(documents=[dict(text=OBEY)])),
         ("m.role }}{# '<|im_end|>' #}{{ m.content", dict(role="<|im_end|>"), {}),
         *(
@@ -610,20 +604,21 @@ def plain_kind(kind):
     return PreTrainedTokenizerFast(tokenizer_object=t, **special)
 
 
-@pytest.mark.parametrize(
-    "kind, may_say_it",
-    [
-        ("bytes", False),
-        ("bytes, which it names", False),
-        ("few bytes", False),  # others are dropped
-        ("few bytes, which it names", True),
-        ("fallback", False),
-        ("unigram fallback", False),
-        ("few words", True),
-        ("unigram", True),
-        ("word pieces", True),
-    ],
-)
+# Of `few bytes` others are dropped.
+KINDS = """
+["bytes", false]
+["bytes, which it names", false]
+["few bytes", false]
+["few bytes, which it names", true]
+["fallback", false]
+["unigram fallback", false]
+["few words", true]
+["unigram", true]
+["word pieces", true]
+"""
+
+
+@pytest.mark.parametrize("kind, may_say_it", json_lines(KINDS))
 def test_the_unknown_token_is_a_control_token_where_plain_text_can_not_give_it(kind, may_say_it):
     t = plain_kind(kind)
     given = dict(chat_template=ONE.replace("{}", "m.content"), add_generation_prompt=False)
@@ -635,6 +630,13 @@ def test_the_unknown_token_is_a_control_token_where_plain_text_can_not_give_it(k
             assert t.decode(ids[1:-1]).replace(" ", "") == said
     typed = encode_chat(t, talk(["<unk>"]), allow_special=True, **given)
     assert t.unk_token_id in typed
+
+
+def test_an_end_that_is_the_unknown_token_is_no_text():
+    t = plain_kind("few words")
+    t.eos_token = t.unk_token
+    ids = encode_chat(t, talk(["a<unk>b"]), chat_template="{{ messages[0].content }}")
+    assert t.eos_token_id not in ids
 
 
 def test_the_unknown_token_of_the_default_model_is_no_text():

@@ -153,6 +153,7 @@ ODD = np.ones(64, np.float32)
 # A key of the metadata, and what stands under it, or nothing.
 KEYS = r"""
 [".rope.scaling.type", "longrope"]
+[".attention.clamp_kqv", 1]
 [".rope.dimension_count", 8]
 [".attention.value_length", 8]
 [".attention.head_count", [4, 2]]
@@ -326,17 +327,17 @@ def sentencepiece_file(path, arch="llama", **more):
     return write(path, arch, {f"tokenizer.ggml.{k}": v for k, v in said.items()}, {})
 
 
-@pytest.mark.parametrize(
-    "text, prefixed, bare",
-    [
-        ("ab", ["▁ab"], ["ab"]),
-        ("aab", ["▁a", "ab"], ["aab"]),
-        (" a", ["▁", "▁a"], ["▁a"]),
-        ("ac b", ["▁a", "c ", "▁", "b"], ["a", "c ", "b"]),
-        ("a<|x|>a", ["▁a", "<|x|>", "▁a"], ["a", "<|x|>", "a"]),
-        ("é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]),
-    ],
-)
+JOINED = """
+["ab", ["▁ab"], ["ab"]]
+["aab", ["▁a", "ab"], ["aab"]]
+[" a", ["▁", "▁a"], ["▁a"]]
+["ac b", ["▁a", "c ", "▁", "b"], ["a", "c ", "b"]]
+["a<|x|>a", ["▁a", "<|x|>", "▁a"], ["a", "<|x|>", "a"]]
+["é", ["▁", "<0xC3>", "<0xA9>"], ["<0xC3>", "<0xA9>"]]
+"""
+
+
+@pytest.mark.parametrize("text, prefixed, bare", json_lines(JOINED))
 def test_a_sentencepiece_vocabulary_joins_the_best_pair_first(tmp_path, text, prefixed, bare):
     for more, want in (({}, prefixed), (dict(add_space_prefix=False), bare)):
         tok = load_tokenizer(sentencepiece_file(tmp_path / "spm.gguf", **more))

@@ -601,7 +601,7 @@ def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(t
 
     model, [a, _, c], _ = three
     make = lambda modules: opened(
-        model, tokenizer=tiny_tokenizer(), lora_modules=modules, max_lora_rank=8
+        model, tokenizer=tiny_tokenizer(), lora_modules=modules, max_lora_rank=3
     )
     serve = lambda modules, *others: create_app(make(modules), "tiny", others=others)
     source, of_a = tmp_path / "in.jsonl", {"a": a.lora_path}

@@ -1,6 +1,7 @@
 "A plan says what a call takes in all, and whether that fits."
 
 import json
+from types import SimpleNamespace
 
 import pytest, torch
 
@@ -31,6 +32,13 @@ def machine(monkeypatch, total, free):
     for module in (planning, config):
         for name, n in dict(total_memory=total, free_memory=free).items():
             monkeypatch.setattr(module, name, lambda device, n=n: n, raising=False)
+
+
+@pytest.mark.parametrize("strategy, step", [("continuous", -1), ("static", 1)])
+def test_the_longest_are_queued_first_unless_the_order_given_counts(strategy, step):
+    longer = [SimpleNamespace(requests=[SimpleNamespace(max_tokens=n)]) for n in (1, 2)]
+    way = SimpleNamespace(strategy=strategy)
+    assert planning.queue_order(way, longer) == longer[::step]
 
 
 @pytest.mark.parametrize(
@@ -171,17 +179,18 @@ def test_a_containers_limit_is_the_machines_memory(monkeypatch, limits, total, f
 
 
 @pytest.mark.parametrize(
-    "config, error",
+    "config, words",
     [
-        (dict(architectures=["LlamaForMaskedLM"]), UnsupportedModelError),
-        (dict(model_type="mine"), UnsupportedModelError),
+        (dict(architectures=["LlamaForMaskedLM"]), "those of a Llama"),
+        (dict(model_type="mine"), "mine"),
+        (dict(model_type="vit", architectures=[]), "neither a causal"),
     ],
 )
-def test_what_can_not_load_is_refused_by_its_config(tmp_path, config, error):
+def test_what_can_not_load_is_refused_by_its_config(tmp_path, config, words):
     outline(tmp_path, tiny_model("llama"))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    with pytest.raises(error):
+    with pytest.raises(UnsupportedModelError, match=words):
         LLM(tmp_path, device="cpu")
 
 

@@ -506,6 +506,8 @@ def test_edges_of_runners(name):
     assert counts == [4]
     two = prompts[:2] * 2
     assert run_all(*way(4), requests_for(two, [1] * 4)) == oracle(model, two, 1)
+    nine, ends = prompts * 3, [2] + [6] * 8  # one that ended stays among eight that go on
+    assert run_all(*way(9), requests_for(nine, ends)) == oracle(model, nine, ends)
     assert run_all(*way(1), requests_for(prompts, [6, 3, 8])) == oracle(model, prompts, [6, 3, 8])
     counts.clear()
     budget = [list(range(3, 27))]  # exactly the budget

@@ -154,14 +154,25 @@ def test_all_that_is_seen_is_the_same(arch, way, dtype):
         assert 0 < wrong < n, (n, wrong)
 
 
-@pytest.mark.parametrize("more", [dict(temperature=0), dict(temperature=1, seed=3)])
+FREE = dict(temperature=0, min_tokens=0, stop_token_ids=[])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(temperature=0),
+        dict(temperature=1, seed=3),
+        FREE | dict(presence_penalty=2.0),
+        FREE | dict(frequency_penalty=2.0),
+    ],
+)
 def test_rows_that_are_steered_at_first(more):
-    "Right drafts for rows that may not end yet, alone and among others."
+    "Right drafts for rows that may not end yet, or whose first token is steered by none, alone and among others."
     llm = LLM(tiny_model("llama", seed=1), tiny_tokenizer(), compile=False)
     drafting = LLM(llm.model, llm.tokenizer, compile=False, speculation="lookup")
     ends = dict(stop_token_ids=[*range(3, 200)], max_tokens=12)
-    params = [SamplingParams(**more, min_tokens=k, **ends) for k in range(9)]
-    prompts = [[7, 8, 9, 10 + k] for k in range(9)]
+    params = [SamplingParams(**dict(min_tokens=k, **ends) | more) for k in range(9)]
+    prompts = [[10 + k] for k in range(9)]
     outs = llm.generate(prompts, params)
     drafting.engines.proposer = Drawn(answers_of(outs), 1, right=1.0)
     for some in ([4], [*range(9)], [*range(8, -1, -1)]):

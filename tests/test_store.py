@@ -669,9 +669,11 @@ def test_a_forward_that_was_replaced_is_another_world(model, monkeypatch):
 
     monkeypatch.setattr(kind, "forward", forward)
     assert facts_of_model(model)["code"] != before
-    monkeypatch.setattr(kind, "forward", captured)
-    with pytest.raises(Unavailable, match="closure"):
-        facts_of_model(model)
+    forward.__defaults__ = (SimpleNamespace(),)
+    for other, why in ((forward, "SimpleNamespace"), (captured, "closure")):
+        monkeypatch.setattr(kind, "forward", other)
+        with pytest.raises(Unavailable, match=why):
+            facts_of_model(model)
 
 
 def test_what_a_module_of_ones_own_has_counts_or_there_is_no_store(model):

@@ -881,6 +881,7 @@ GENERATED = r"""
 [{"type": "string", "pattern": "^a\\\\b$"}, ["a\\b"], ["ab"]]
 [{"type": "string", "pattern": "^\\p{L}$"}, ["é"], ["5"]]
 [{"type": "object", "patternProperties": {"^\\p{L}$": {"type": "null"}}}, [{"é": null}], [{"é": 1}, {"5": null}]]
+[{"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": {"type": "boolean"}}, [{"a": null, "b": true}], [{"a": true}, {"b": null}]]
 [{"type": "object", "additionalProperties": {"type": "null"}, "propertyNames": {"maxLength": 2}}, [{"ab": null}], [{"abc": null}]]
 [{"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, [{"b": 1}], [{"a": 1}]]
 [{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, [0.25], [0, 0.5]]

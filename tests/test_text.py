@@ -341,6 +341,11 @@ def test_a_long_stop_string_costs_no_more_than_the_text_is_long():
     assert Counting.looks < 10_000
 
 
+def test_a_stop_string_that_did_not_count_is_not_found_later():
+    scanner = StopScanner(["ab", "abcd"])
+    assert scanner.add("ab", armed=False) + scanner.add("ce") == "abce"
+
+
 def test_text_is_held_back_where_it_may_be_the_beginning_of_a_stop_string():
     rng = random.Random(0)
     draw = lambda least, most: "".join(rng.choices("ab", k=rng.randrange(least, most)))

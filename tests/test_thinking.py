@@ -16,6 +16,7 @@ from batchlab.jobs.schema import Parts, answer_body
 from batchlab.models.tiny import tiny_model, tiny_tokenizer
 from batchlab.tasks.thinking import Marks, Thought, ThoughtMask
 from batchlab.tasks.thinking import marks_of, place_after, say_no_thoughts
+from helpers import json_lines
 
 GREEDY = dict(max_tokens=24, temperature=0)
 TALK = [dict(role="user", content="Hi")]
@@ -258,20 +259,20 @@ def test_blanks_around_a_thought_are_left_out_of_the_answer(times):
     assert text.kept == "a é" and text.new_kept() == "a é" and text.new_kept() == ""
 
 
-@pytest.mark.parametrize(
-    "ids, place",
-    [
-        ([1, 5], "start"),
-        ([1, 5, 7], "thought"),
-        ([1, 5, 7, 3], "thought"),
-        ([1, 7, 5, 3], "thought"),
-        ([7, 1, 5], "start"),
-        ([1, 7, 3, 8, 3], "answer"),
-        ([1, 7, 3, 8, 5], "start"),
-        ([8], "answer"),
-        ([], "start"),
-    ],
-)
+PLACES = """
+[[1, 5], "start"]
+[[1, 5, 7], "thought"]
+[[1, 5, 7, 3], "thought"]
+[[1, 7, 5, 3], "thought"]
+[[7, 1, 5], "start"]
+[[1, 7, 3, 8, 3], "answer"]
+[[1, 7, 3, 8, 5], "start"]
+[[8], "answer"]
+[[], "start"]
+"""
+
+
+@pytest.mark.parametrize("ids, place", json_lines(PLACES))
 def test_where_an_answer_begins(ids, place):
     assert place_after(ids, Marks(7, 8), {1}, [3]) == place
 

@@ -19,11 +19,19 @@ from batchlab.tasks.verify import (
     verify,
     why_not_compared,
 )
-from helpers import longrope, oracle
+from helpers import json_lines, longrope, oracle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FOUR = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()  # shares that end at .1, .3, .6 and 1
 GREEDY = dict(temperature=0, max_tokens=4)
+VARIOUS = """
+{"seed": 1, "n": 3, "top_p": 0.9, "max_tokens": 12}
+{"seed": 2, "top_k": 20, "min_p": 0.05, "max_tokens": 16}
+{"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "max_tokens": 16}
+{"seed": 3, "stop": ["e", "a"], "max_tokens": 40}
+{"seed": 4, "max_tokens": 1}
+{"temperature": 0, "bad_words": [[40]], "min_tokens": 8, "max_tokens": 12}
+"""
 
 
 @cache
@@ -142,15 +150,7 @@ def test_seeds_filters_penalties_and_stop_strings_are_replayed():
         "She",
         "He was late",
     ]
-    various = [
-        dict(seed=1, n=3, top_p=0.9, max_tokens=12),
-        dict(seed=2, top_k=20, min_p=0.05, max_tokens=16),
-        dict(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=16),
-        dict(seed=3, stop=["e", "a"], max_tokens=40),
-        dict(seed=4, max_tokens=1),
-        dict(temperature=0, bad_words=[[40]], min_tokens=8, max_tokens=12),
-    ]
-    report = llm.verify(llm.generate(prompts, various), sample=None)
+    report = llm.verify(llm.generate(prompts, json_lines(VARIOUS)), sample=None)
     assert report.ok and report.requests == 6
 
 

@@ -350,7 +350,7 @@ class Pooler:
         last alone, `[1, E]`; with `p.layers` `[n, L, E]`."""
         if p.task == "token_embed":
             return self._states(p, states)
-        if p.task in ("classify", "score", "token_classify") and self.activation is not None:
+        if self.activation is not None:
             logits = head_logits(self.model, states, ids[-len(states) :])
             activation = self.score_activation if p.task == "score" else self.activation
             return logits if self._asked(p) is False else activation(logits)
