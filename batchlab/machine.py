@@ -177,7 +177,7 @@ def torch_defaults() -> Iterator[None]:
     `torch.autocast` is off, and products of fp32 on a CPU are not rounded to fewer bits."""
     import torch
 
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     with contextlib.ExitStack() as stack:
         if torch.empty(0).device.type != "cpu":
             stack.enter_context(torch.device("cpu"))

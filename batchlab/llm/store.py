@@ -251,7 +251,7 @@ def precision() -> list[Any]:
     b = torch.backends
     return [
         b.cuda.matmul.fp32_precision == "tf32",  # on a CPU they are exact in any case
-        b.cudnn.conv.fp32_precision == "tf32",
+        b.cudnn.conv.fp32_precision == "tf32",  # pyright: ignore[reportAttributeAccessIssue]
         b.mkldnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     ]
