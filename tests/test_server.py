@@ -417,7 +417,7 @@ MANY_KEYS = {f"k{i}": 1 for i in range(4001)}
         ("/v1/embeddings", dict(input=["a", *MANY_IDS]), "input", "2048 entries"),
         ("/detokenize", dict(tokens=[5, "a"]), "tokens", "token ids"),
         ("/v1/embeddings", dict(input="a", normalize="x"), "normalize", "True"),
-        ("/pooling", dict(input="a", layers=[99]), "layers", "99"),
+        ("/pooling", dict(input="a", layers=[9]), "layers", "token_embed"),
         ("/pooling", dict(input="a", task="classify"), "task", "no task"),
     ],
 )
