@@ -43,7 +43,7 @@ def answers(llm):
 @pytest.mark.parametrize("state", STATES)
 def test_a_setting_of_torch_changes_no_answer(names, state, how):
     options = dict(dtype="fp32", enable_prefix_caching=False) | HOW[how]  # the same steps each time
-    made = lambda: LLM(names[how == "gguf"], device="cpu", **options)
+    made = lambda: LLM(names[how == "gguf"], **options)
     llm = made()
     want = answers(llm)
     change, value, back = STATES[state]
