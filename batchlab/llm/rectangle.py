@@ -80,9 +80,9 @@ class RectangleTable(SlotTable):
 class WavePlanner(StepPlanner):
     "Behind a barrier requests enter only when none runs: whole, and as many as there are slots."
 
-    scheduler: "PaddedScheduler"
+    scheduler: PaddedScheduler
 
-    def __init__(self, scheduler: "PaddedScheduler") -> None:
+    def __init__(self, scheduler: PaddedScheduler) -> None:
         super().__init__(scheduler)
         if scheduler.barrier:
             self.budget = sys.maxsize
