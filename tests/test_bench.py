@@ -12,7 +12,7 @@ from batchlab.errors import Unavailable
 from batchlab.api import LLM
 from batchlab.models import tiny_model, tiny_tokenizer
 from gguf_files import gguf_file
-from helpers import ENV, ROOT, until
+from helpers import ENV, ROOT, until, weight_bytes
 from warm import warm
 
 sys.path.append(str(ROOT / "nbs"))
@@ -243,5 +243,5 @@ def test_memory_of_a_workload_is_measured_beside_its_plan(tmp_path):
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     got = memory_of(str(tmp_path), bench.workload("single", 0, (3, 259), 0.1), dtype="fp32")
-    assert got["weights"] >= sum(p.nbytes for p in model.parameters()) and got["kv"] > 0
+    assert got["weights"] >= weight_bytes(model) and got["kv"] > 0
     assert 0 < got["base"] < got["ready"] <= got["peak"]

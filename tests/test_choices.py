@@ -4,7 +4,7 @@ import functools, json, math, random
 
 import numpy as np, pytest, torch
 
-from helpers import json_lines, raising, same
+from helpers import json_lines, needs, one_thread, raising, same
 from batchlab.tasks.choices import choose
 from batchlab.errors import ModelError, ParamError
 from batchlab.api import LLM
@@ -22,8 +22,7 @@ from invariants import check_pool
 
 GREEDY = dict(temperature=0, max_tokens=1)
 
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 
 
 @functools.cache
@@ -141,7 +140,7 @@ def test_choices_that_cannot_be_compared(wrong, why):
 
 
 def test_choices_held_to_a_grammar_are_likely_among_themselves():
-    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
+    needs("llguidance")
     llm = an_llm(logprobs_mode="processed_logprobs")
     params = dict(GREEDY, max_tokens=8, logprobs=-1, structured_outputs=dict(choice=["yes", "no"]))
     for out in llm.generate(["Is it?", "Really, is it so?"], params):

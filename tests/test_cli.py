@@ -9,6 +9,7 @@ from helpers import (
     but_compiler,
     ended_by,
     kept_model,
+    needs,
     posix,
     python,
     read_lines,
@@ -466,7 +467,7 @@ def test_what_the_command_line_names_is_looked_at_before_a_model_is(
 def test_settings_are_tried_on_the_model_before_a_line_is(
     model, tmp_path, refuses, flags, words, command
 ):
-    pytest.importorskip("llguidance", reason="needs llguidance: pip install '.[dev]'")
+    needs("llguidance")
     write_lines(tmp_path / "in.jsonl", [dict(prompt="Hi")])
     out = tmp_path / "o.jsonl"
     files = "-i", str(tmp_path / "in.jsonl"), "-o", str(out), "--model", model

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from helpers import added_up, events_of, needs, serving
+from helpers import added_up, events_of, needs, serving, streamed
 
 openai, *_ = needs("openai", "httpx", "fastapi", "uvicorn")
 from pydantic import BaseModel
@@ -42,7 +42,7 @@ def web(s):
     return s.web
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@streamed
 def test_what_is_sent_along_changes_nothing(web, stream):
     body = dict(messages=TALK, max_tokens=5, temperature=0, stream=stream)
 

@@ -6,8 +6,7 @@ import re
 from functools import cache
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from tokenizers import (
     AddedToken,
     Regex,

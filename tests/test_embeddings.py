@@ -18,12 +18,10 @@ from batchlab.llm.pooling_params import PoolerConfig, PoolingParams
 from batchlab.llm.rectangle import SoloRunner
 from batchlab.models.tiny import tiny_adapter
 from batchlab.tasks.pooling import PoolOptions, pool_prompts
-from helpers import drain, ids, longrope, same
+from helpers import drain, ids, longrope, needs, one_thread, same
 from test_encoders import encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
+pytestmark = one_thread
 FAMILIES = "bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "mpnet", "llama"
 
 
@@ -189,7 +187,7 @@ def test_params_and_results():
     v = vector(whole)
     torch.testing.assert_close(vector(cut), F.normalize(v[:16], dim=-1))
     assert cut.outputs.hidden_size == 16 and cut.num_tokens == 3 and not (v.norm() - 1).abs() < 1e-3
-    pytest.importorskip("pandas", reason="needs pandas: pip install '.[dev]'")
+    needs("pandas")
     assert [len(x) for x in embed().to_pandas().embedding] == [64, 64]
     types = AutoModelForSequenceClassification
     for call, error, words in (

@@ -3,6 +3,7 @@
 import itertools, random
 
 import pytest, torch
+from helpers import spoil, weight_bytes
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from batchlab.core.attention import TorchBackend
@@ -77,8 +78,7 @@ def states(backend, rows, size=0):
     ends = [*itertools.accumulate(need)]
     batch = whole_texts(rows, [list(range(end - n, end)) for n, end in zip(need, ends)], size)
     cache = backend.make_cache(max(1, ends[-1]))
-    for t in cache.keys + cache.values:
-        t.fill_(torch.nan)
+    spoil(cache)
     return backend.execute(cache, batch).float().split([len(ids) for ids, _ in rows])
 
 
@@ -160,12 +160,12 @@ def test_some_tokens_some_layers_and_any_number_of_threads(kernels, family):
 @pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "electra"])
 def test_weights_are_given_up_and_heads_stay(kernels, family):
     model, twin = (encoder(family, AutoModelForSequenceClassification) for _ in range(2))
-    rows, before = texts(model), sum(p.nbytes for p in model.parameters())
+    rows, before = texts(model), weight_bytes(model)
     linears = [m for m in model.modules() if type(m) is torch.nn.Linear]
     heads = [m for m in linears if m.out_features == model.config.num_labels]
     backend, shapes = selected(model, own=True)
     assert backend.name == "fused"
-    held = sum(p.nbytes for p in model.parameters()) + backend.nbytes
+    held = weight_bytes(model) + backend.nbytes
     assert 0.98 * before < held <= before  # biases are no parameters then
     kept = FusedBackend(fuse(twin, kernels, shapes), shapes[:1])
     assert equal(states(backend, rows), states(kept, rows))

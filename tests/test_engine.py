@@ -38,6 +38,7 @@ from batchlab.core.scheduler import Scheduler
 from invariants import check_invariants, check_pool
 from batchlab.core.cache import KVCache
 from helpers import (
+    compiled_or_not,
     drain,
     draws,
     generated,
@@ -51,6 +52,8 @@ from helpers import (
     oracle,
     python,
     raising,
+    some_ids,
+    told,
     until,
 )
 
@@ -81,7 +84,7 @@ def made(arch):
     # some versions' default drops its soft cap
     eager = dict(attn_implementation="eager") if arch == "gemma2" else {}
     model, rng = tiny_model(arch, seed=4, **eager), random.Random(arch)
-    heads = [[rng.randrange(3, 259) for _ in range(n)] for n in (0, 16, 33, 48)]
+    heads = [some_ids(rng, n) for n in (0, 16, 33, 48)]
     prompts = [
         heads[i % 4] + [rng.randrange(3, 259) for _ in range(rng.choice((1, 1, 3, 9, 20)))]
         for i in range(10)
@@ -405,7 +408,7 @@ def test_ctrl_c_leaves_the_engine_usable():
 
 def bits(outs):
     "Tokens and log probabilities of each answer."
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs]
+    return told(outs)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +430,7 @@ def test_company_changes_no_bit(arch, how, dtype):
     except UnsupportedModelError as e:
         pytest.skip(f"no kernels for int8: {e}")
     need_same_bits(alone.backend)
-    draw = lambda n: [rng.randrange(3, 259) for _ in range(n)]
+    draw = lambda n: some_ids(rng, n)
     heads = [[], [], draw(300), draw(140)]
     prompts = [heads[i % 4] + draw(rng.randint(1, 20 + 70 * (i % 4 < 2))) for i in range(28)]
     prompts[5] = prompts[4][:40] + [7]
@@ -706,7 +709,7 @@ def test_a_fused_model_ran_twice_by_its_own_code(monkeypatch):
     assert calls == [(1, 13), (3, 13)]
 
 
-@pytest.mark.parametrize("compile", ["auto", False])
+@compiled_or_not
 def test_a_model_that_decodes_wrong_packed_is_not_run_packed(compile):
     "It passes all that `layer_specs` asks, and its prefill is right: only a backend's own trial sees it, that of plain torch too."
     model = tiny_model("llama")
@@ -1257,3 +1260,12 @@ def test_prompts_that_begin_alike_are_computed_once():
     (three,) = llm.generate([head + [40, 41]], dict(n=3, seed=1, max_tokens=4))
     assert three.num_cached_tokens == 100
     assert llm.ledger.reused >= 2 * (len(three.prompt_token_ids) - 1)
+
+
+def test_memory_that_was_given_is_used_before_a_prefix_is_evicted():
+    llms = [LLM(tiny_model("llama"), kv_cache_bytes=n) for n in (None, 2**19)]
+    cached = lambda llm, i: llm.generate([[i] * 130], greedy(1))[0].num_cached_tokens
+    assert [[cached(llm, i) for i in (5, 6, 7, 5)][-1] for llm in llms] == [0, 129]
+    assert not any(cached(llms[1], i) for i in range(20, 40))
+    pool, most = llms[1].engines["packed"].scheduler.pool, llms[1].limits.kv_tokens
+    assert len(pool) == most // pool.block_size > 8 and pool.evictions

@@ -15,13 +15,12 @@ from batchlab.fast.grouped import GroupedLinear, Groups, dequantize_blocks, grou
 from batchlab.fast.grouped import grouped_product, pack_blocks, pack_groups, panel_table
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.packed import PackedLinear, plain_weight
-from batchlab.models import load_model, tiny_gguf, tiny_model
-from batchlab.models import gguf as G
+from batchlab.models import gguf as G, load_model, tiny_gguf, tiny_model
 from batchlab.models.gguf import numbers_of
 from batchlab.models.load import keeps_groups
 from torch import nn
 from gguf_files import files_of_families
-from helpers import generated, greedy, ids, in_threads, kept_model
+from helpers import generated, greedy, ids, in_threads, kept_model, told
 
 FAMILIES = ["llama", "qwen3", "gemma3_text"]
 
@@ -169,11 +168,16 @@ def test_what_layers_ask_does_not_depend_on_their_numbers(file_of):
             assert model(ids).logits.abs().max() > 0  # they are back
 
 
+def plainly(path):
+    "The answers of a file whose weights are dequantised."
+    return answers(LLM(*load_model(path, dtype="fp32")))
+
+
 @needs_groups
 def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
     "The model then runs in another way, by the file's weights, which are still there."
     path = file_of("llama", "Q4_0")
-    want = answers(LLM(*load_model(path, dtype="fp32")))
+    want = plainly(path)
     pack = B.pack_blocks
     monkeypatch.setattr(B, "pack_blocks", lambda *args, **more: pack(*args, **more).flip(0))
     llm = LLM(path, dtype="fp32")
@@ -188,7 +192,7 @@ def test_panels_that_are_not_the_weights_are_found_out(file_of, monkeypatch):
 def test_pages_of_a_file_are_given_back_before_the_model_is_tried(file_of, monkeypatch):
     "So panels and the file don't take memory together; what is read again afterwards is the same."
     path, given, tried = file_of("llama", "Q4_0"), [], []
-    want = answers(LLM(*load_model(path, dtype="fp32")))
+    want = plainly(path)
     release, check = fused.release_mapped_pages, fused.check_backend
     note = lambda raw, files: given.append((raw.nbytes, release(raw, files)))
     monkeypatch.setattr(fused, "release_mapped_pages", note)
@@ -221,7 +225,7 @@ def test_rows_are_looked_up_by_any_index_and_none_beyond_the_last(file_of):
 @needs_groups
 def test_kernels_that_read_a_format_otherwise_are_not_used(file_of, monkeypatch):
     path = file_of("llama", "Q4_0")
-    want = answers(LLM(*load_model(path, dtype="fp32")))
+    want = plainly(path)
     right = B.dequantize_blocks
     monkeypatch.setattr(
         B, "dequantize_blocks", lambda *args: right(*args).nextafter(torch.tensor(9.0))
@@ -265,7 +269,7 @@ def answers(llm, n=9):
         for t in (0, 1)
     ]
     outs = llm.generate(PROMPTS * 4, params * 10)
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs]
+    return told(outs)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

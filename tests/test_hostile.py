@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from helpers import needs
+from helpers import needs, refusal, streamed
 
 httpx, *_ = needs("httpx", "fastapi", "uvicorn")
 
@@ -44,13 +44,17 @@ def state(server):
     )
 
 
+def until_idle(s):
+    until(lambda: not any(state(s.server).values()))
+
+
 @contextlib.contextmanager
 def besieged(llm=None, **kw):
     "A server of which at the end nothing of any client may be left."
     with serving(llm or small(), **kw) as s:
         yield s
         s.web.close()
-        until(lambda: not any(state(s.server).values()))
+        until_idle(s)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +169,7 @@ def test_an_answer_given_early_is_heard_and_the_rest_of_the_body_dropped(s):
     for headers in ({"Content-Length": str(10**8)}, {}):
         ask = lambda path: httpx.post(s.url + path, content=chunks(), headers=headers, timeout=100)
         r = ask("/v1/completions")
-        assert (r.status_code, r.json()["error"]["code"]) == (413, "request_too_large")
+        assert refusal(r) == (413, "request_too_large")
         assert r.headers["connection"] == "close"
         assert ask("/v1/nothing").status_code in (404, 413)
 
@@ -194,7 +198,7 @@ def test_too_many_connections():
             held = [stack.enter_context(connect(s)) for _ in range(8)]
             until(lambda: count() == 8)
             r = httpx.post(f"{s.url}/v1/completions", json=dict(prompt="a"))
-            assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
+            assert refusal(r) == (503, "unavailable")
             told = r.headers["retry-after"], r.headers["connection"]
             assert told == (str(RETRY_AFTER), "close")
             more = [stack.enter_context(connect(s)) for _ in range(30)]
@@ -296,7 +300,7 @@ def test_two_lengths_of_a_body_end_the_connection(guards, method):
     assert len(got) == 1 and got[0][0] == 400 and b"send one of them" in got[0][1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@streamed
 @pytest.mark.parametrize("prompts", [1, 3])
 def test_who_hangs_up_is_cancelled(s, stream, prompts):
     "While the engine stands, so that nothing but the hanging up can end the requests, before an answer begins or after."
@@ -311,7 +315,7 @@ def test_who_hangs_up_is_cancelled(s, stream, prompts):
             if stream:
                 assert c.recv(9) == b"HTTP/1.1 "
             until(lambda: state(s.server)["groups"] == prompts)
-        until(lambda: not any(state(s.server).values()))
+        until_idle(s)
     assert count() == ended + prompts and "the client left" in s.said[-1]
 
 
@@ -370,7 +374,7 @@ def test_requests_in_a_row_on_one_connection(s):
     assert counts == [len(str(i)) for i in range(50)]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@streamed
 def test_http_1_0_has_no_chunks(s, stream):
     ask = dict(prompt="a", max_tokens=5, stream=stream)
     with connect(s) as c:
@@ -512,7 +516,7 @@ def test_a_crowd_of_which_a_third_hangs_up(s):
     before = failed()
     said, wrong = asyncio.run(crowd(s.where, draws(300), 100, texts(outs), seed=2))
     assert not wrong and said > draws(150)
-    until(lambda: not any(state(s.server).values()))
+    until_idle(s)
     assert failed() == before
 
 

@@ -15,6 +15,8 @@ from helpers import (
     ended_by,
     examples,
     kept_model,
+    needs,
+    one_thread,
     posix,
     read_lines,
     read_table,
@@ -33,7 +35,8 @@ from batchlab.jobs.lines import ParamsCache, parse_line
 from batchlab.models import tiny_model, tiny_tokenizer
 
 CMD = [sys.executable, "-m", "batchlab.cli", "run"]
-pytestmark = pytest.mark.usefixtures("one_thread")
+
+pytestmark = one_thread
 
 
 @functools.cache
@@ -711,7 +714,7 @@ def test_answers_of_older_jobs_are_known():
 
 def test_plain_lines_end_to_end(tmp_path, job):
     "A constraint holds, what can't be honoured fails alone, and keys of the owner are named once."
-    pytest.importorskip("llguidance", reason="structured outputs need llguidance")
+    needs("llguidance")
     asked = [dict(id=i, prompt="Salt or sweet?", label="salt", source=i) for i in range(6)]
     truth = dict(name="x", schema=dict(type="boolean"))
     asked[1] |= dict(guided_choice=["salt", "sweet"])
@@ -737,8 +740,7 @@ def test_tables_keep_every_answer(tmp_path, kind, form, job):
     "With n and logprobs a table has all that the records have, and each row the tokens of its own answer."
     parquet, plain = kind == "parquet", form == "plain"
     if parquet:
-        why = "Parquet files need pyarrow with Parquet built in"
-        pytest.importorskip("pyarrow.parquet", reason=why)
+        needs("pyarrow.parquet")
     of_plain = lambda i, **b: dict(custom_id=f"r{i}", **ask(i, **b)["body"])
     make = dict(text=ask, chat=chat, plain=of_plain)[form]
     k = dict(logprobs=True, top_logprobs=2) if form == "chat" else dict(logprobs=2)

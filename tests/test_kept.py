@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
-openai = pytest.importorskip("openai", reason="needs openai: pip install '.[dev]'")
-httpx = pytest.importorskip("httpx", reason="needs httpx: pip install '.[dev]'")
-pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
-pytest.importorskip("uvicorn", reason="needs uvicorn: pip install '.[dev]'")
+from helpers import examples, needs, posix, streamed, until
+
+openai, httpx, *_ = needs("openai", "httpx", "fastapi", "uvicorn")
 
 from batchlab.api import LLM
 from batchlab.jobs import runner
@@ -25,7 +24,6 @@ import test_batches
 from test_batches import Clock, Forks, full_database
 from test_responses import BODY, HOLD, STOPS, URL, chat_of, checked, events_of, message, whole
 from test_server import CHAT, client_of, paused_after, serving, tiny
-from helpers import examples, posix, until
 
 LONG = dict(max_output_tokens=200, temperature=0, ignore_eos=True)
 OVER = "completed", "incomplete", "failed", "cancelled"
@@ -156,7 +154,7 @@ def test_roles_that_the_template_refuses_stand_elsewhere(template, want, tmp_pat
 # Kept
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@streamed
 @pytest.mark.parametrize("store", [False, True])
 def test_what_was_answered_can_be_fetched_if_it_is_to_be_kept(shared, stream, store):
     body = dict(input="Hello", metadata=dict(a="b"), **HOLD) | (
@@ -287,7 +285,7 @@ def test_a_server_without_a_folder_says_so():
 
 
 @pytest.mark.parametrize("given", [{}, dict(store=True)])
-@pytest.mark.parametrize("stream", [False, True])
+@streamed
 def test_a_full_disk_is_said(s, monkeypatch, given, stream):
     "A finished answer is given all the same, unless its client asked that it be kept."
     monkeypatch.setattr(s.store, "change", full_database)

@@ -5,7 +5,7 @@ import ctypes, itertools, math, os, random, shutil, zipfile
 import pytest, torch
 import torch.nn.functional as F
 
-from batchlab import LLM, SamplingParams
+from batchlab import LLM
 from batchlab.fast.trial import kv_layout
 from batchlab.fast import kernels as kernels_module, native
 from batchlab.fast.fused import fuse
@@ -29,17 +29,14 @@ from batchlab.fast.native import (
     unpack_rows,
 )
 from batchlab.fast.packed import PackedLinear
-from batchlab.basics.decode import draw, uniform
-from batchlab.basics.prefill import Session
 from batchlab.core.backend import AttentionParams
 from batchlab.core.batch import pack_rows, cache_indices
-from batchlab.core.sampling import SamplingRow, processed_logits
 from batchlab.errors import CompileError, ModelError, ParamError
 from batchlab.machine import processor_flags
 from batchlab.models.fetch import find_model
 from batchlab.models.load import cache_dir, cpu_has_fast_bf16
 from batchlab.models import tiny_model
-from helpers import ROOT, python, run
+from helpers import ROOT, python, run, spoil
 
 NEAR = {torch.float32: dict(rtol=1e-4, atol=1e-4), torch.bfloat16: dict(rtol=2e-2, atol=2e-2)}
 
@@ -233,8 +230,7 @@ def cache_for(rows, KV, D, Dv, dtype, size=64, seed=0):
     tables = [prefix[:n] + [blocks.pop() for _ in range(k - n)] for k, (*_, n) in zip(need, rows)]
     batch = pack_rows([([5] * n, start) for start, n, _ in rows], tables, size)
     cache = TiledCache([(KV, D, Dv)], sum(need) + 9, size, dtype)
-    for t in cache.keys + cache.values:
-        t.fill_(torch.nan)
+    spoil(cache)
     at = torch.tensor(
         sorted({p for t, n in zip(tables, batch.seq_lens) for p in cache_indices(t, 0, n, size)})
     )
@@ -387,27 +383,6 @@ class OtherBits(Kernels):
 def test_kernels_that_are_a_little_wrong_are_noticed(kernels, kind):
     with pytest.raises(CompileError, match="compute wrong"):
         check_kernels(kind(kernels.path))
-
-
-def test_a_default_dtype_changes_nothing(kernels):
-    "That of torch may be another, set by the program, or by a thread that loads a model."
-    x, w = torch.randn(3, 50), torch.randn(70, 64)
-    params = SamplingParams(temperature=0.7, seed=1)
-    rows = [SamplingRow.make(params, [1]) for _ in x]
-    some = [Session([1], temperature=0.7, seed=seed) for seed in range(len(x))]
-    made = lambda: (
-        processed_logits(x, rows),
-        kernels.pack_bytes(w, block=64)[2],
-        torch.tensor(draw(x, some)),
-        torch.tensor([*map(uniform, some)], dtype=torch.float64),
-    )
-    want = made()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(made(), want))
-        check_kernels(kernels)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_threads_are_given_back(kernels):

@@ -4,6 +4,7 @@ import copy, random, weakref
 
 import pytest, torch
 
+from helpers import spoil, weight_bytes
 from batchlab.core.attention import TorchBackend
 from batchlab.fast.trial import kv_layout
 from batchlab.errors import Unavailable
@@ -48,8 +49,7 @@ def three_steps(backend, size=259):
     ids = [[rng.randrange(3, size) for _ in range(n)] for n in (70, 23, 5)]
     cache, tables, out = backend.make_cache(6), [[5, 2], [1], [4]], []
     if backend.name != "torch":
-        for t in cache.keys + cache.values:
-            t.fill_(torch.nan)
+        spoil(cache)
     for rows in ([(0, 0, 60), (1, 0, 23)], [(2, 0, 4), (0, 60, 9)], [(0, 69, 1), (2, 4, 1)]):
         rows.sort(key=lambda r: r[2] > 1)
         parts = [(ids[r][a : a + n], a) for r, a, n in rows]
@@ -86,8 +86,7 @@ def last_logits(backend, cuts, others=()):
         backend.make_cache(2 + len(others)),
         [[1, 0], *([2 + j] for j in range(len(others)))],
     )
-    for t in cache.keys + cache.values:
-        t.fill_(torch.nan)
+    spoil(cache)
     for i, n in enumerate(cuts):
         rows = [(ids[at : at + n], at, tables[0])]
         if i == len(cuts) - 1:
@@ -153,13 +152,13 @@ def test_layers_that_a_config_builds_otherwise(kernels, family, more):
 def test_mixtures_that_give_their_weights_up(kernels, family, dtype):
     assert family in FAMILIES
     model, twin = tiny(family).to(dtype), tiny(family).to(dtype)
-    shapes, before = kv_layout(model), sum(p.nbytes for p in model.parameters())
+    shapes, before = kv_layout(model), weight_bytes(model)
     want, own = fused_steps(fuse(twin, kernels, shapes), shapes), plain(twin, shapes)
     fused = fuse(model, kernels, shapes, own=True)
     assert torch.equal(fused_steps(fused, shapes), want)
     assert agree(plain(model, shapes), own, twin)  # its own code, on packed weights
     routers = sum(x.router.nbytes for x in fused.experts if x)
-    assert sum(p.nbytes for p in model.parameters()) + fused.nbytes <= before + routers
+    assert weight_bytes(model) + fused.nbytes <= before + routers
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_oss"])

@@ -6,12 +6,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from batchlab.models import lengths
 from batchlab.api.aio import AsyncLLM
 from batchlab.errors import PromptTooLongError
 from batchlab.llm.inputs import prompt_ids_of
 from batchlab.api import LLM
-from batchlab.models import tiny_model, tiny_tokenizer
+from batchlab.models import lengths, tiny_model, tiny_tokenizer
 
 PIECES = [
     *"abcABC 123.,!\n\t\u00e9e\u0301\u00df\u4e2d\ufb01\u0302\u200b\U0001f600",

@@ -21,14 +21,14 @@ from batchlab.core.batch import pack_rows
 from batchlab.errors import AdapterError, ParamError, UnsupportedModelError
 from batchlab.tasks.lora import Adapters, read_adapter, read_modules
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.core.request import Request, RowOutput
+from batchlab.core.request import Request
 from batchlab.core.scheduler import Scheduler
 from batchlab.jobs.job import Job, JobError
 from batchlab.models.tiny import tiny_adapter
-from helpers import drain, generated, greedy, ids, json_lines, noting
+from helpers import drain, generated, greedy, ids, json_lines, needs, noting, one_thread, step_of
 from test_encoders import encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 compiled = pytest.mark.skipif(not has_compiler(), reason="needs a compiler")
 GREEDY = greedy(8)
 ASKED = dict(prompt="hi", max_tokens=8, ignore_eos=True, temperature=0)
@@ -390,9 +390,7 @@ def test_seats_for_adapters_without_a_model():
     s.patience = 6
 
     def step():
-        plan = s.schedule()
-        s.update(plan, [RowOutput([7] if row.samples else []) for row in plan.rows])
-        return {row.request.request_id for row in plan.rows}
+        return {row.request.request_id for row in step_of(s).rows}
 
     add = lambda name, adapter, n=1: s.add(Request(name, [3, 4], n, adapter=adapter))
     for name, adapter in (("a", 1), ("b", 2), ("c", 1), ("d", 0)):
@@ -465,9 +463,7 @@ def job(three, tmp_path):
 
 def served(llm):
     "A client of a server of `llm`, which it calls tiny."
-    testclient = pytest.importorskip(
-        "starlette.testclient", reason="needs starlette.testclient: pip install '.[dev]'"
-    )
+    [testclient] = needs("starlette.testclient")
     from batchlab.serve.app import create_app
 
     return testclient.TestClient(create_app(llm, "tiny"))
@@ -596,7 +592,7 @@ def test_clients_bring_in_no_adapters_and_take_none_out(three, tmp_path):
 
 
 def test_a_server_begins_with_adapters_that_work_and_names_that_are_one_things(three, tmp_path):
-    pytest.importorskip("fastapi", reason="needs fastapi: pip install '.[dev]'")
+    needs("fastapi")
     from batchlab.serve.app import create_app
 
     model, [a, _, c], _ = three

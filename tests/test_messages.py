@@ -7,7 +7,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from batchlab.serve.messages import chat_of_message
-from helpers import by_a_failing_engine, drawn, junk, needs, nothing_left, paused_after, posted
+from helpers import (
+    by_a_failing_engine,
+    drawn,
+    junk,
+    needs,
+    nothing_left,
+    paused_after,
+    posted,
+    streamed,
+)
 from helpers import assistant, grow, serving, until, user
 
 needs("fastapi", "uvicorn", "httpx", "openai")
@@ -225,7 +234,7 @@ def test_what_a_model_thinks_is_a_block_before_the_answer():
         assert posted(s.web, COUNT, model="tiny", messages=again)["input_tokens"] > 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@streamed
 def test_why_an_answer_ended(s, web, stream):
     def ended(**body):
         r = web.post(MESSAGES, json=ASK | dict(stream=stream) | body)

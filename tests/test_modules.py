@@ -16,7 +16,7 @@ from batchlab.fast.modules import ChosenExperts, PackedNorm, module_kind, norm_l
 from batchlab.fast.native import DTYPES, HugePages
 from batchlab.api import LLM
 from batchlab.models import tiny_model
-from helpers import generated, greedy, ids, oracle
+from helpers import generated, greedy, ids, one_thread, oracle, weight_bytes
 from test_layers import off, plain, three_steps
 
 OTHERS = (
@@ -30,7 +30,7 @@ WILD = {
 NEW = {"linear": PackedLinear, "norm": PackedNorm, "experts": ChosenExperts}
 PROMPTS = [[5, 9, 33], [*range(40, 70)], [44], [7] * 11, [*range(40, 66)] + [9]]
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 
 
 def opened(model, shapes=None, **options):
@@ -43,7 +43,7 @@ def state(model):
 
 
 def nbytes(model):
-    return sum(p.nbytes for p in model.parameters())
+    return weight_bytes(model)
 
 
 def near(family, got, want, model, attended):

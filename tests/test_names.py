@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import pytest, torch
 
-from helpers import ROOT, assistant, same, user
+from helpers import ROOT, assistant, needs, same, user
 from test_package import py
 
 from batchlab import LLM, AsyncLLM, SamplingParams
@@ -648,7 +648,7 @@ def test_no_public_argument_is_of_any_type(cls):
 
 
 def test_an_editor_knows_what_calls_take_and_give():
-    jedi = pytest.importorskip("jedi", reason="needs jedi: pip install '.[dev]'")
+    [jedi] = needs("jedi")
     code = "from batchlab import LLM\nllm = LLM()\n"
     here = jedi.Project(ROOT, added_sys_path=[str(ROOT)])
     how = dict(project=here, environment=jedi.api.environment.InterpreterEnvironment())

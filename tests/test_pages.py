@@ -4,9 +4,10 @@ import asyncio, functools, json, re
 
 import pytest
 
-pytest.importorskip("execnb.shell", reason="needs execnb, which nbdev brings")
+from helpers import BOOK, ROOT, needs, scripted, tiny_llm, user
 
-from helpers import BOOK, ROOT, scripted, tiny_llm, user
+needs("execnb.shell")
+
 from transformers import T5Config
 
 import batchlab
@@ -146,7 +147,7 @@ def refused(read, body, *names):
 
 
 def response(body):
-    pytest.importorskip("fastapi", reason="needs the extra server: pip install '.[dev]'")
+    needs("fastapi")
     from batchlab.serve.responses import request_for
 
     return asyncio.run(request_for(read_response(body), None))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import told
 from batchlab import LLM, SamplingParams
 from batchlab.errors import ModelError
 from batchlab.fast import panels as P
@@ -31,7 +32,7 @@ def some_panels(seed=0, n=3):
 
 def packed(file, want):
     "Pack the panels `want` of `file`, as `pack_blocks` does."
-    kept, mine = P.KeptPanels(file), []
+    kept, mine = P.KeptPanels(file, sum(p.nbytes + 63 for p in want)), []
     for panels in want:
         found = kept.take(panels.shape)
         changed = len(panels)
@@ -40,7 +41,7 @@ def packed(file, want):
         else:
             changed = int((found != panels).flatten(1).any(1).sum())
             found.copy_(panels)
-        kept.note(found, changed)
+        kept.note(changed)
         mine.append(found)
     return kept, mine
 
@@ -130,11 +131,15 @@ def fails(*args, **kw):
 
 
 @pytest.mark.parametrize(
-    "when", ["little", "writing", "renaming", "folder", "off", "small", "many"]
+    "when", ["little", "writing", "renaming", "folder", "off", "small", "many", "few", "full"]
 )
-def test_without_room_nothing_is_kept_and_nothing_fails(folder, file, monkeypatch, when):
+def test_without_room_nothing_is_kept_and_nothing_fails(folder, file, monkeypatch, when, caplog):
+    allocate, made = os.posix_fallocate, []
+    monkeypatch.setattr(os, "posix_fallocate", lambda *x: (made.append(x), allocate(*x)))
     if when == "little":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    elif when == "full":
+        monkeypatch.setattr(os, "posix_fallocate", fails)
     elif when == "writing":
         monkeypatch.setattr(P.tempfile, "NamedTemporaryFile", fails)
     elif when == "renaming":
@@ -144,11 +149,14 @@ def test_without_room_nothing_is_kept_and_nothing_fails(folder, file, monkeypatc
     elif when == "small":
         monkeypatch.setattr(P, "LEAST", 2**20)
     else:
-        monkeypatch.setenv("BATCHLAB_PANELS", "0" if when == "off" else "0.0000001")
+        limits = dict(off="0", many="0.0000001", few="0.0000008")  # of 900 bytes
+        monkeypatch.setenv("BATCHLAB_PANELS", limits[when])
     kept, mine = packed(file, some_panels())
     kept.keep()
     assert all(torch.equal(a, b) for a, b in zip(mine, some_panels()))
     assert not folder.is_dir() or not [*folder.iterdir()]
+    assert len(made) == (when == "renaming")  # nothing is written in vain
+    assert caplog.text.count("packed anew at each start") == (when in ("little", "many", "few"))
 
 
 def test_what_a_killed_process_left_goes_before_another_looks_for_room(folder, file, monkeypatch):
@@ -173,21 +181,19 @@ def test_a_limit_that_is_no_number_is_refused(file, monkeypatch, value):
 def answers(llm):
     params = SamplingParams(max_tokens=9, temperature=1, seed=3, ignore_eos=True, logprobs=2)
     outs = llm.generate([[1, 5, 9], [7], [*range(20, 40)]], params)
-    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs]
+    return told(outs)
 
 
 @pytest.fixture
 def changes(monkeypatch):
     "Of each panel that was asked for, whether it was new."
     seen, note = [], P.KeptPanels.note
-    monkeypatch.setattr(
-        P.KeptPanels, "note", lambda self, panels, n: (seen.append(n), note(self, panels, n))[1]
-    )
+    monkeypatch.setattr(P.KeptPanels, "note", lambda self, n: (seen.append(n), note(self, n))[1])
     return seen
 
 
 @pytest.mark.skipif(not keeps_groups(torch.float32, "cpu"), reason="it gets plain numbers")
-def test_a_model_has_the_same_answers_with_kept_panels(folder, tmp_path, changes):
+def test_a_model_has_the_same_answers_with_kept_panels(folder, tmp_path, changes, monkeypatch):
     from batchlab.models import tiny_model
     from gguf_files import gguf_file
 
@@ -205,6 +211,9 @@ def test_a_model_has_the_same_answers_with_kept_panels(folder, tmp_path, changes
     assert answers(LLM(path, dtype="fp32")) == want
     assert len(changes) == 3 * n and sum(map(bool, changes[2 * n :])) == 1
     assert not kept.exists()
+    for share in 0.99, 1.1:  # of what they take: it is known before
+        monkeypatch.setenv("BATCHLAB_PANELS", str(share * len(data) / 1e9))
+        assert answers(LLM(path, dtype="fp32")) == want and kept.exists() == (share > 1)
 
 
 def test_a_file_without_blocks_keeps_nothing(folder, tmp_path):

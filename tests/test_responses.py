@@ -6,7 +6,17 @@ from typing import Literal
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from helpers import assistant, by_a_failing_engine, drawn, junk, needs, posted, serving, user
+from helpers import (
+    assistant,
+    by_a_failing_engine,
+    drawn,
+    junk,
+    needs,
+    posted,
+    serving,
+    user,
+    write_lines,
+)
 
 openai, *_ = needs("openai", "httpx", "fastapi", "uvicorn")
 from openai.types.responses import Response
@@ -573,7 +583,7 @@ def test_whatever_is_sent_is_answered_or_refused(tools, path, body):
 def on_lines(bodies, folder, llm, output="out.jsonl", url=URL):
     "The records of a file of `bodies`, in order, or the rows of its table."
     lines = [dict(custom_id=f"r{i}", url=url, body=body) for i, body in enumerate(bodies)]
-    (folder / "in.jsonl").write_text("".join(json.dumps(d) + "\n" for d in lines))
+    write_lines(folder / "in.jsonl", lines)
     Job(folder / "in.jsonl", folder / output).run(llm)
     if output.endswith("csv"):
         return list(csv.DictReader((folder / output).open()))

@@ -18,13 +18,13 @@ from batchlab.fast.kernels import shared_prefixes
 from batchlab.fast.trial import kv_layout
 from batchlab.llm.rectangle import PaddedRunner, PaddedScheduler, SoloRunner
 from batchlab.models import TINY_ARCHS, max_model_len, tiny_model
-from helpers import ROOT, generated, oracle
+from helpers import ROOT, generated, one_thread, oracle, some_ids, spoil
 from invariants import check_invariants, check_pool
 
 sys.path.append(str(ROOT / "nbs"))
 from families import FAMILIES, RUN_PACKED
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 SPECIAL = {name: how for name, _, how in FAMILIES}
 MANY = (*TINY_ARCHS, "gemma2", "gpt_oss", "qwen3_moe", "phi", "deepseek_v3", "gemma3n_text")
 
@@ -85,8 +85,7 @@ def generate_blocks(
 
 def nan_cache(model, num_blocks, size=16, shapes=None):
     cache = KVCache(shapes or kv_layout(model), num_blocks, size, model.dtype)
-    for t in cache.keys + cache.values:
-        t.fill_(torch.nan)
+    spoil(cache)
     return cache
 
 
@@ -132,7 +131,7 @@ def test_what_a_token_takes_is_seen_and_not_read(name):
 def test_any_chunks_and_any_blocks(arch):
     "Lengths from one token to far beyond a window of 8, tables out of order, a cache full of NaN."
     model, rng = tiny(arch, seed=1), random.Random(arch)
-    prompts = [[rng.randrange(3, 259) for _ in range(n)] for n in (1, 30, 2, 17, 9)]
+    prompts = [some_ids(rng, n) for n in (1, 30, 2, 17, 9)]
     caps, log = [10, 4, 16, 12, 12], []
     want = oracle(model, prompts, caps)
     assert [generated(model, p, n) for p, n in zip(prompts, caps)] == want
@@ -148,7 +147,7 @@ def test_a_prefix_whose_blocks_all_rows_name(arch):
     "A window of 8 ends before its end, across it or behind it."
     model, rng = tiny(arch, seed=1), random.Random(3)
     shared = [3 + 11 * i % 250 for i in range(20)]
-    prompts = [shared + [rng.randrange(3, 259) for _ in range(n)] for n in (3, 1, 14, 6)]
+    prompts = [shared + some_ids(rng, n) for n in (3, 1, 14, 6)]
     want, shapes = oracle(model, prompts, 12), kv_layout(model)
     for size in (1, 4, 20):
         n, log = 20 // size, []
@@ -337,7 +336,7 @@ def ways(model, layout, seats):
 def mixed(arch):
     "Six prompts, four of which begin alike, and how many tokens each is to say."
     rng = random.Random(arch)
-    some = lambda n: [rng.randrange(3, 259) for _ in range(n)]
+    some = lambda n: some_ids(rng, n)
     start = some(18)
     prompts = [
         some(1),

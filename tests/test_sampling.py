@@ -31,9 +31,9 @@ from batchlab.core.sampling import (
 )
 from batchlab.core.text import Detokenizer
 from batchlab.errors import ParamError
-from helpers import json_lines
+from helpers import json_lines, one_thread
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 seeded = lambda s: torch.Generator().manual_seed(s)
 
 

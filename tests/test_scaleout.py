@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import psutil, pytest, torch
 from hypothesis import given, strategies as st
 
-from batchlab.api import ray as scaleout
+from batchlab.api import LLM, ray as scaleout
 from batchlab.cli import main
-from batchlab.api import LLM
 from batchlab.jobs.job import Job
 from batchlab.jobs.lines import JobLine
 from batchlab.jobs.runner import model_digest
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.api.ray import LineQueue, LineWorker, RayJob, RayRun, Tries
 import helpers
-from helpers import by_line, examples, posix, read_lines, write_lines
+from helpers import by_line, examples, needs, posix, read_lines, write_lines
 from test_embed_work import TEXTS, close, kept_encoder, vectors
 
 
@@ -185,7 +184,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_ray(folder, tmp_path_factory):
     "A `RayJob` with two workers; afterwards none of Ray's processes may be left, and their prefixes are."
-    pytest.importorskip("ray", reason="needs Ray: pip install 'batchlab[ray]'")
+    needs("ray")
     os.environ["OMP_NUM_THREADS"] = "1"
     d, before = tmp_path_factory.mktemp("shared"), os.getcwd()
     llm = dict(model=folder, dtype="fp32", max_num_seqs=4, prefix_store="store")  # from there

@@ -16,8 +16,15 @@ from batchlab.llm.rectangle import PaddedScheduler
 from helpers import ROOT, step_of
 
 sys.path.append(str(ROOT / "nbs"))
-from simulate import FakeModel, check_invariants, check_pool, one_step, outputs, run
-from simulate import ids as random_ids
+from simulate import (
+    FakeModel,
+    check_invariants,
+    check_pool,
+    ids as random_ids,
+    one_step,
+    outputs,
+    run,
+)
 
 
 def start(pool, ids, root=b""):

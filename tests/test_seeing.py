@@ -19,7 +19,7 @@ from batchlab.llm.outputs import (
     StreamEvent,
 )
 from batchlab.core.sampling import Logprob
-from helpers import ROOT, but_compiler, greedy, ids, kept_model, python, scripted
+from helpers import ROOT, but_compiler, greedy, ids, kept_model, needs, python, scripted
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BAD = '<script>alert(1)</script> & "quotes" \x00 \ud800 '
@@ -133,7 +133,7 @@ def test_the_bar_says_its_speed_ten_times_a_second(llm):
 
 
 def test_to_pandas(llm):
-    pd = pytest.importorskip("pandas", reason="needs pandas")
+    [pd] = needs("pandas")
     params = SamplingParams(n=2, max_tokens=3, seed=1, logprobs=2, ignore_eos=True)
     outs = llm.generate(["Hi", "Once", [10**9]], params)
     table = outs.to_pandas()
@@ -250,9 +250,7 @@ def test_close_lets_go_of_the_weights_that_an_interrupted_call_still_refers_to(
 
 def in_a_kernel(*cells):
     "The outputs of `cells`, run in a kernel as a notebook's."
-    nbformat, nbclient = (
-        pytest.importorskip(name, reason=f"needs {name}") for name in ("nbformat", "nbclient")
-    )
+    nbformat, nbclient = needs("nbformat", "nbclient")
     nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     nbclient.NotebookClient(nb, timeout=300, kernel_name="python3").execute()
     return [c.outputs for c in nb.cells]

@@ -5,7 +5,7 @@ from functools import partial
 
 import jsonschema, pytest
 
-from helpers import needs
+from helpers import needs, one_thread
 
 openai, *_ = needs("openai", "fastapi", "uvicorn", "httpx", "llguidance")
 
@@ -15,7 +15,7 @@ from helpers import added_up, greedy, server_process, serving, texts, tiny_llm, 
 from test_server import client_of
 from test_tools import CITY, TEMPLATES, TOOLS, function
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 TALK = [dict(role="user", content="How is the weather in Rome?")]
 
 

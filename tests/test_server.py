@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from helpers import needs
+from helpers import needs, refusal, streamed
 
 openai, httpx, *_ = needs("openai", "httpx", "fastapi", "uvicorn")
 
@@ -400,6 +400,7 @@ MANY_KEYS = {f"k{i}": 1 for i in range(4001)}
                 (dict(prompt="a", add_generation_prompt=True), "add_generation_prompt"),
                 (dict(messages=TALK, add_special_tokens=True), "add_special_tokens"),
                 (dict(messages=TALK, chat_template_kwargs=[]), "chat_template_kwargs"),
+                (dict(messages=TALK, chat_template_kwargs=dict(tools=1)), "chat_template_kwargs"),
                 (dict(messages=[5]), "messages"),
             )
         ),
@@ -415,6 +416,9 @@ MANY_KEYS = {f"k{i}": 1 for i in range(4001)}
         ("/v1/responses", dict(input="a", metadata=MANY_KEYS), "metadata", "metadata"),
         ("/v1/embeddings", dict(input=["a", *MANY_IDS]), "input", "2048 entries"),
         ("/detokenize", dict(tokens=[5, "a"]), "tokens", "token ids"),
+        ("/v1/embeddings", dict(input="a", normalize="x"), "normalize", "True"),
+        ("/pooling", dict(input="a", layers=[9]), "layers", "token_embed"),
+        ("/pooling", dict(input="a", task="classify"), "task", "no task"),
     ],
 )
 def test_what_is_refused_elsewhere(web, path, body, param, word):
@@ -544,6 +548,9 @@ BAD = [  # body, a word of the message, and its status and code if it has others
     (chat(prompt="a"), "messages"),
     (chat(max_completion_tokens=257), "257"),
     (chat(chat_template="{{ 1 }}"), "not supported"),
+    (chat(chat_template_kwargs=dict(tokenize=False)), "no variable"),
+    (chat(guided_regex="["), "compiled"),
+    (text(guided_json="x"), "not JSON"),
     (chat(logprobs=3), "true or false"),
     (chat(logprobs=True, top_logprobs=50), "20"),
     (text(model="gpt-4"), "gpt-4", 404, "model_not_found"),
@@ -557,7 +564,7 @@ BAD = [  # body, a word of the message, and its status and code if it has others
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@streamed
 @pytest.mark.parametrize(
     "body, word, status, code", [(*r, 400, "invalid_request")[:4] for r in BAD]
 )
@@ -760,7 +767,7 @@ def test_keys():
 
         for key in (None, "", "Bearer", "Bearer s3cre", "Bearer s3cret2", "Basic s3cret", "s3cret"):
             r = ask(key)
-            assert (r.status_code, r.json()["error"]["code"]) == (401, "invalid_api_key"), key
+            assert refusal(r) == (401, "invalid_api_key"), key
             assert r.headers["www-authenticate"] == "Bearer"
         assert ask("Bearer s3cret").status_code == ask("bearer s3cret").status_code == 200
         status = lambda path: ask(None, path).status_code
@@ -928,7 +935,7 @@ def test_what_is_under_way_is_answered_before_the_end():
             until(lambda: s.api.limits.draining)
             assert httpx.get(f"{s.url}/health").status_code == 503
             r = httpx.post(s.url + TEXT, json=body)
-            assert (r.status_code, r.json()["error"]["code"]) == (503, "unavailable")
+            assert refusal(r) == (503, "unavailable")
         stack.close()
         s.thread.join(60)
         assert closed(s.url)

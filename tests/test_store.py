@@ -14,14 +14,25 @@ from batchlab.core.blocks import BlockPool, Hit
 from batchlab.core.cache import KVCache
 from batchlab.core.scheduler import Scheduler
 from batchlab.errors import ParamError, Unavailable
-from batchlab.llm import kvfiles
-from batchlab.llm import store as store_module
+from batchlab.llm import kvfiles, store as store_module
 from batchlab.llm.kvfiles import BlockFiles, stored
 from batchlab.llm.store import facts_of_backend, facts_of_machine, facts_of_model
 from batchlab.models import tiny_gguf, tiny_model
 from batchlab.models.tiny import tiny_adapter
 from batchlab.jobs.job import Job
-from helpers import generated, greedy, ids, in_threads, json_lines, oracle, python, raising, until
+from helpers import (
+    compiled_or_not,
+    generated,
+    greedy,
+    ids,
+    in_threads,
+    json_lines,
+    needs,
+    oracle,
+    python,
+    raising,
+    until,
+)
 from invariants import check_pool
 from test_scheduler import storm
 
@@ -171,7 +182,7 @@ def blocks_of(store):
     return len(stored(store))
 
 
-@pytest.mark.parametrize("compile", ["auto", False])
+@compiled_or_not
 def test_tokens_after_a_restart_are_those_of_generate_and_of_the_oracle(model, tmp_path, compile):
     ps = prompts()
     first = opened(model, tmp_path, compile=compile)
@@ -549,7 +560,7 @@ def test_a_command_has_a_store(tmp_path):
 
 
 def test_metrics_count_what_came_from_the_store(model, tmp_path):
-    pytest.importorskip("prometheus_client", reason="needs the extra server")
+    needs("prometheus_client")
     from batchlab.serve.app import Metrics
 
     fill(model, tmp_path, prompts(12, 2))

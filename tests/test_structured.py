@@ -6,9 +6,9 @@ from unittest import mock
 import jsonschema, pytest, torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-pytest.importorskip(
-    "llguidance", reason="structured outputs need llguidance, the extra `structured`"
-)
+from helpers import ids, json_lines, needs, one_thread, texts
+
+needs("llguidance")
 from batchlab import LLM, SamplingParams
 from batchlab.jobs.job import Job
 from batchlab.models import tiny_model, tiny_tokenizer
@@ -17,7 +17,6 @@ from batchlab.core.params import StructuredOutputsParams
 from batchlab.core.sampling import SamplingRow, sample
 from batchlab.tasks import structured
 from batchlab.tasks.structured import Grammars, WHITESPACE, check_schema, grammars_of
-from helpers import ids, json_lines, texts
 
 PERSON = dict(
     type="object",
@@ -29,8 +28,7 @@ PERSON = dict(
     ),
 )
 
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 
 
 @functools.cache
@@ -413,7 +411,7 @@ def test_other_ways_to_wish():
         StructuredOutputsParams(jsn={})
     params = SamplingParams.of(dict(structured_outputs=dict(regex="a")))
     assert params.structured_outputs == StructuredOutputsParams(regex="a")
-    pydantic = pytest.importorskip("pydantic", reason="a pydantic model as a schema needs pydantic")
+    [pydantic] = needs("pydantic")
 
     class Pet(pydantic.BaseModel):
         name: str = pydantic.Field(max_length=5)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from helpers import ENV, ctrl_c, examples, read_table, write_lines
+from helpers import ENV, ctrl_c, examples, needs, read_table, write_lines
 from warm import warm
 from batchlab.cli.flags import parser_of
 from batchlab import LLM, JobError, ParamError, SamplingParams, run
@@ -29,10 +29,7 @@ from batchlab.jobs.tables import (
     type_of,
 )
 
-pa = pytest.importorskip("pyarrow", reason="tables need pyarrow")
-pq = pytest.importorskip("pyarrow.parquet", reason="tables need pyarrow with Parquet built in")
-arrow_csv = pytest.importorskip("pyarrow.csv", reason="tables need pyarrow")
-pd = pytest.importorskip("pandas", reason="frames need pandas")
+pa, pq, arrow_csv, pd = needs("pyarrow", "pyarrow.parquet", "pyarrow.csv", "pandas")
 pytestmark = pytest.mark.usefixtures("one_thread", "folder")
 
 SHORT = dict(max_tokens=2, ignore_eos=True)

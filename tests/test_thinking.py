@@ -7,6 +7,7 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
+from helpers import write_lines
 from batchlab import LLM, AsyncLLM, CompletionOutput, SamplingParams
 from batchlab.api.aio import add_event
 from batchlab.core.params import StructuredOutputsParams
@@ -303,7 +304,7 @@ def test_files_and_tables_have_thoughts(tmp_path):
         dict(messages=TALK, **GREEDY, enable_thinking=False),
     ]
     file = tmp_path / "in.jsonl"
-    file.write_text("".join(json.dumps(d) + "\n" for d in lines))
+    write_lines(file, lines)
     for name in ("out.jsonl", "out.csv"):
         run(str(file), str(tmp_path / name), model=llm())
     records = [json.loads(line) for line in open(tmp_path / "out.jsonl")]
@@ -313,7 +314,7 @@ def test_files_and_tables_have_thoughts(tmp_path):
         assert [(r["reasoning"] or "", r["text"]) for r in found][:2] == [("ab c", "xyz"), ("a", "xyz")]  # fmt: skip
     assert records[0]["usage"]["completion_tokens_details"] == dict(reasoning_tokens=6)
     bodies = [dict(custom_id=str(i), method="POST", url="/v1/chat/completions", body=d) for i, d in enumerate(lines)]  # fmt: skip
-    file.write_text("".join(json.dumps(d) + "\n" for d in bodies))
+    write_lines(file, bodies)
     run(str(file), str(tmp_path / "batch.jsonl"), model=llm())
     answered = [json.loads(line) for line in open(tmp_path / "batch.jsonl")]
     bodies = {d["custom_id"]: d["response"]["body"] for d in answered}

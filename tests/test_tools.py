@@ -26,12 +26,10 @@ from batchlab.jobs.tools import (
     tool_params,
 )
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
-from helpers import assistant, grow, junk, user
+from helpers import assistant, grow, junk, needs, one_thread, user, write_lines
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-llguidance = pytest.importorskip(
-    "llguidance", reason="tool calls are held by llguidance, the extra `structured`"
-)
+pytestmark = one_thread
+[llguidance] = needs("llguidance")
 
 CITY = dict(
     type="object",
@@ -843,7 +841,7 @@ def ask(i, talk=None, **body):
 
 def run(path, lines, llm):
     path.mkdir()
-    (path / "in.jsonl").write_text("".join(json.dumps(d) + "\n" for d in lines))
+    write_lines(path / "in.jsonl", lines)
     Job(path / "in.jsonl", path / "out.jsonl", ordered=True).run(llm)
     return [json.loads(s) for s in (path / "out.jsonl").read_text().splitlines()]
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from helpers import BOOK, ROOT
+from helpers import BOOK, ROOT, needs
 
 PAGES = {p.stem: "\n\n".join(BOOK["cells"](p, "markdown")) for p in BOOK["notebooks"]()}
 PAGES["README"] = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ DENIED = r"\bnot the `/|\bno route\b|\b(not|n't|nor|without)\b[^.`]*\b(served|th
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     "The method and the path of all that the server answers, ID for what varies."
-    pytest.importorskip("fastapi", reason="needs the extra server: pip install '.[dev]'")
+    needs("fastapi")
     from batchlab import AsyncLLM
     from batchlab.models import tiny_model, tiny_tokenizer
     from batchlab.serve.app import create_app

@@ -19,9 +19,9 @@ from batchlab.tasks.verify import (
     verify,
     why_not_compared,
 )
-from helpers import json_lines, longrope, oracle
+from helpers import json_lines, longrope, one_thread, oracle
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 FOUR = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()  # shares that end at .1, .3, .6 and 1
 GREEDY = dict(temperature=0, max_tokens=4)
 VARIOUS = """

@@ -16,8 +16,7 @@ from batchlab.fast.int8 import Int8Linear
 from batchlab.fast.kernels import load_kernels
 from batchlab.fast.modules import ModuleBackend
 from batchlab.fast.w4a8 import W4A8Head, W4A8Linear, quads_right, quantize_groups
-from batchlab.models import gguf as G
-from batchlab.models import load_model, tiny_model, tiny_tokenizer
+from batchlab.models import gguf as G, load_model, tiny_model, tiny_tokenizer
 from helpers import generated, ids, oracle, raising
 from test_gguf import grouped, linear_of, random_weight
 from torch import nn

@@ -11,10 +11,10 @@ from batchlab import LLM, SamplingParams
 from batchlab.llm.config import model_state
 from batchlab.errors import EngineError
 from batchlab.models.tiny import TINY_ARCHS, tiny_model, tiny_tokenizer
-from helpers import greedy
+from helpers import compiled_or_not, greedy, one_thread
 from test_encoders import encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = one_thread
 TOKENIZER = tiny_tokenizer()
 PROMPT = "shared beginning of some length, " * 5
 GREEDY = greedy(8)
@@ -104,7 +104,7 @@ CHANGES = dict(
 )
 
 
-@pytest.mark.parametrize("compile", ["auto", False])
+@compiled_or_not
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_answers_as_it_is(change, compile):
     model = tiny_model("llama")
@@ -148,7 +148,7 @@ POOLED = {
 }
 
 
-@pytest.mark.parametrize("compile", ["auto", False])
+@compiled_or_not
 @pytest.mark.parametrize("name", POOLED)
 def test_vectors_classes_and_scores_are_of_the_new_weights(name, compile):
     make, f = POOLED[name]
@@ -203,7 +203,7 @@ def test_switches_of_adapters_inside_of_the_model():
     assert ids(llm) == ids(fresh(model))
 
 
-@pytest.mark.parametrize("compile", ["auto", False])
+@compiled_or_not
 def test_hooks_set_and_removed(compile):
     model, seen = tiny_model("llama"), []
     llm, layer = LLM(model, TOKENIZER, compile=compile), model.model.layers[0]

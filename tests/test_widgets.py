@@ -5,14 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-W = pytest.importorskip("ipywidgets", reason="needs ipywidgets: pip install 'batchlab[widgets]'")
+from helpers import BOOK, needs, scripted, until
+
+[W] = needs("ipywidgets")
 
 from batchlab import LLM, SamplingParams
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.view.drawing import Picture
 from batchlab.view.widgets import LiveView, WatchedRequest, WidgetBox, Watch, live, request_html
 
-from helpers import BOOK, scripted, until
 
 PROMPTS = ["The sea", "A hill is a place", "Rain", "Wind blows over", "Snow"]
 OTHERS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

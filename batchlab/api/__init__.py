@@ -152,8 +152,9 @@ class LLM:
 
     `max_num_seqs`: sequences at once. `max_num_batched_tokens`: tokens a step. `max_model_len`:
     most tokens of prompt and answer together. `kv_cache_bytes`: the most that keys and values
-    may take, of which only what the requests need is taken. `enable_prefix_caching`: reuse the
-    KV of earlier requests with the same beginning. `prefix_store`: a folder in which that KV
+    may take. Given, all of it is used before KV of earlier requests is evicted; else no more is
+    taken than requests need at once. `enable_prefix_caching`: reuse the KV of earlier requests
+    with the same beginning. `prefix_store`: a folder in which that KV
     outlives the process (chapter 74), shared with other processes, of up to `prefix_store_bytes`
     (10 GB). Whoever may write there is believed, and whoever may read it can tell prompts.
 
@@ -282,16 +283,7 @@ class LLM:
 
         For `chat_template` and what follows it see `encode_chat`; a conversation as a dict
         `{'messages': …}` may have its own."""
-        options = chat_options(
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            allow_special=allow_special,
-            enable_thinking=enable_thinking,
-            reasoning_effort=reasoning_effort,
-        )
+        options = chat_options(locals())
         talks = [m if isinstance(m, dict) else {"messages": m} for m in as_list(messages, True)]
         talks = [options | m for m in talks]
         read = read_prompts(

@@ -405,16 +405,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput]:
         """As `generate`, for one conversation, a list of messages; for `chat_template` and what
         follows it see `LLM.chat`."""
-        template = chat_options(
-            chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            allow_special=allow_special,
-            enable_thinking=enable_thinking,
-            reasoning_effort=reasoning_effort,
-        )
+        template = chat_options(locals())
         prompt = template | (messages if isinstance(messages, dict) else {"messages": messages})
         return self.generate(
             prompt,

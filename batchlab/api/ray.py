@@ -17,10 +17,9 @@ from typing import Any
 
 import batchlab, numpy as np, torch
 
-from ..errors import BatchlabError, JobError, ParamError, no_name
+from ..errors import BatchlabError, JobError, ParamError, check_names, no_name
 from . import LLM
 from ..core.params import SETTINGS
-from ..errors import check_names
 from ..jobs.job import Job, Run, in_good_order
 from ..jobs.progress import JobResult
 from ..jobs.journal import Ledgerbook, Outbox, has_records, journal_of, sort_records

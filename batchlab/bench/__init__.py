@@ -18,10 +18,9 @@ from typing import Any
 
 import psutil, torch
 
-from ..machine import version
+from ..machine import cpu_name, processor_flags, version
 from . import peers
 from ..errors import JobError, ModelError, OneLineParser, Unavailable
-from ..machine import cpu_name, processor_flags
 from ..models import DEFAULT_MODEL, load_model, max_model_len
 
 # %% ../../nbs/9_bench/bench.ipynb #9404870e

@@ -151,7 +151,7 @@ def pack_blocks(
     at = rows.data_ptr(), panels.data_ptr(), None if found is None else changed.data_ptr()
     kernels.calls[kernel, dtype](*at, len(rows), K, kind)
     if kept is not None:
-        kept.note(panels, len(panels) if found is None else int(changed))
+        kept.note(len(panels) if found is None else int(changed))
     return panels
 
 
@@ -176,11 +176,15 @@ def in_blocks(model: nn.Module) -> bool:
 def panels_of(model: nn.Module, kernels: Kernels) -> KeptPanels | None:
     """The panels that are kept for `kernels` of the file that `model` is from, if its weights are in
     blocks."""
-    kept = [p for p in model.parameters() if getattr(p, "form", None) in BLOCKS]
-    files = {getattr(p, "file", None) for p in kept}
+    linears: list[Any] = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    kept = [w for w in linears if getattr(w, "form", None) in BLOCKS]
+    files = {getattr(w, "file", None) for w in kept}
     file = files.pop() if len(files) == 1 else None
-    layout = f"{kept[0].dtype}, tiles: {kernels.tiles}" if kept else ""
-    return None if file is None else KeptPanels(file, layout)
+    if file is None:
+        return None
+    forms = (BLOCKS[w.form][1] for w in kept)
+    sizes = (-(-len(w) // 32) * w.shape[1] // f.block * f.nbytes + 63 for w, f in zip(kept, forms))
+    return KeptPanels(file, sum(sizes), f"{kept[0].dtype}, tiles: {kernels.tiles}")
 
 
 @contextlib.contextmanager

@@ -24,9 +24,8 @@ from batchlab.core.attention import (
     attend_plain,
     both_ways,
 )
-from .trial import check_backend
-from .trial import BackendOptions
-from ..errors import Unavailable
+from .trial import BackendOptions, check_backend
+from ..errors import CompileError, Unavailable
 from .grouped import groups_right
 from .w4a8 import quads_right
 from .packed import densify
@@ -46,7 +45,6 @@ from batchlab.fast.native import (
     pack_weight,
 )
 from ..core.batch import Batch, pack_rows, cache_indices
-from ..errors import CompileError
 from ..core.packing import ints
 from ..core.cache import KVCache, KVShape
 

@@ -18,10 +18,23 @@ from ..errors import JobError, Option, check_names
 from .fields import JobFields, check_fits, check_form, check_paths
 from .fields import columns_of, input_remarks
 from .formats import Raw, as_json, export_records
-from .journal import AnswerFile, Ledgerbook, Outbox, StandardOutput, as_journal
-from .journal import drop_side, has_records, journal_of, settings_file, side_of
-from .journal import write_settings
-from .journal import raw_records, recover, sort_records, without_failures
+from batchlab.jobs.journal import (
+    AnswerFile,
+    Ledgerbook,
+    Outbox,
+    StandardOutput,
+    as_journal,
+    drop_side,
+    has_records,
+    journal_of,
+    raw_records,
+    recover,
+    settings_file,
+    side_of,
+    sort_records,
+    without_failures,
+    write_settings,
+)
 from .lines import LINE_DEFAULTS, JobLine, digest_of, guess_form
 from .planning import JobPlan, plan_with_model, plan_without_model
 from .progress import JobResult, Progress

@@ -20,7 +20,6 @@ from ..core.params import SamplingParams, is_number
 from . import schema as openai
 from .formats import LONGEST_LINE, Raw, float_or_text, unique_keys
 from batchlab.jobs.schema import (
-    ALIASES,
     DROPPED,
     as_bad_request,
     answer_body,
@@ -37,7 +36,7 @@ from batchlab.jobs.schema import (
     sampling_options,
     usage_of,
 )
-from .settings import BadRequest
+from .settings import ALIASES, BadRequest
 from batchlab.jobs.pooling import (
     BODIES,
     PoolingRequest,

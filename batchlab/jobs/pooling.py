@@ -14,8 +14,7 @@ from pydantic import AliasChoices, BeforeValidator, Field
 
 from ..errors import Fault
 from .schema import as_bad_request
-from .settings import BadRequest
-from .settings import Body, Whole, read
+from .settings import FLAGS, BadRequest, Body, Whole, read
 from ..llm.pooled import PoolingGroup, PoolingRequestOutput
 from ..llm.pooling_params import PoolingParams
 
@@ -134,7 +133,7 @@ MANY = Field(min_length=1, max_length=MOST_TEXTS)
 Ids = Annotated[list[Any], Field(min_length=1)]  # who knows how many there may be looks at each
 Inputs = Annotated[list[str | Ids], MANY, BeforeValidator(_listed)]
 Texts = Annotated[list[str], MANY, BeforeValidator(_listed)]
-FLAG = AliasChoices("use_activation", "normalize", "softmax", "activation")  # older names of it
+FLAG = AliasChoices(*FLAGS)
 Empty = Annotated[dict, Field(max_length=0)]
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a2b

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic_core import from_json
 
-from ..errors import ParamError, PromptError
+from ..errors import ParamError, PromptError, whole_number
 from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
-from .settings import ALIASES, BadRequest, DROPPED, KNOWN_SETTINGS, Body, Whole
+from .settings import BadRequest, DROPPED, KNOWN_SETTINGS, STANDS_FOR, Body, Whole
 from .settings import check_sizes, is_setting, settings_of, take
-from ..errors import whole_number
 from ..core.params import SamplingParams
 
 if TYPE_CHECKING:  # a check of a file needs no torch
@@ -38,7 +37,7 @@ def key_of(field: str, body: dict[str, Any]) -> str | None:
     setting = field.partition(".")[0]
     if setting == "structured_outputs" and "response_format" in body:
         return "response_format"
-    keys = {ALIASES.get(k, k): k for k in body} | {k: k for k in body}
+    keys = {STANDS_FOR.get(k, k): k for k in body} | {k: k for k in body}
     return keys.get(setting, "")[:60] or None
 
 

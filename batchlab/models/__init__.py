@@ -35,6 +35,7 @@ from batchlab.models.load import (
     resolve_dtype,
 )
 from ..core.tokens import ids_of_text, make_twin, own_tokenizer
+from ..machine import torch_defaults
 from .tiny import TINY_ARCHS, tiny_gguf, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ __all__ = ['log', 'ROLES', 'load_model', 'encode', 'max_model_len', 'eos_token_i
            'HubUnreachableError', 'UnsupportedModelError']
 
 # %% ../../nbs/3_models/13_model.ipynb #c301a53f
+@torch_defaults()
 def load_model(
     name: str
     | os.PathLike[str]
@@ -249,7 +251,7 @@ def _as_schemas(tools: list[Any] | None) -> list[Any] | None:
         return tools and [get_json_schema(t) if callable(t) else t for t in tools]
     except Exception as e:
         raise PromptError(
-            f"tools: give a JSON schema in place of a function ({one_line(e)})"
+            f"tools: give a JSON schema in place of a function ({one_line(e)})", field="tools"
         ) from e
 
 
@@ -257,10 +259,14 @@ def _template_inputs(messages: list[dict[str, Any]], options: dict[str, Any]) ->
     """What the template in `options` is rendered with, as plain dicts: the `messages`, the tools,
     and the options that it alone reads. Raises `PromptError` for options that can't be used."""
     if "return_tensors" in options:
-        raise PromptError("return_tensors is not supported: ids come as a list, so leave it out")
+        raise PromptError(
+            "return_tensors is not supported: ids come as a list, so leave it out",
+            field="chat_template_kwargs",
+        )
     if options["tools"] and "tools" not in str(options["chat_template"]):
         raise PromptError(
-            "the chat template knows no tools: leave them out, or give a chat_template that does"
+            "the chat template knows no tools: leave them out, or give a chat_template that does",
+            field="tools",
         )
     inputs = {k: v for k, v in options.items() if k not in _APPLY_ARGS | _TOKENIZER_ARGS}
     inputs |= dict(messages=messages, tools=_as_schemas(options["tools"]))

@@ -23,7 +23,7 @@ __all__ = ['TINY_ARCHS', 'tiny_adapter', 'tiny_tokenizer', 'tiny_model', 'tiny_g
 # %% ../../nbs/3_models/tiny.ipynb #32cc0010
 def tiny_adapter(
     folder: str | os.PathLike[str],
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     rank: int = 4,
     seed: int = 0,
     modules: tuple[str, ...] | None = None,
@@ -57,7 +57,7 @@ def tiny_adapter(
         )
         for half, shape, size in (("A", (r, k), k**-0.5), ("B", (n, r), 0.5 * r**-0.5)):
             tensors[f"base_model.model.{name}.lora_{half}.weight"] = (
-                size * torch.randn(shape, generator=gen)
+                size * torch.randn(shape, generator=gen, dtype=torch.float32)
             ).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -183,7 +183,7 @@ def _init_tiny(model, seed):
     head = model.get_output_embeddings()
     for mod in model.modules():
         for name, p in mod.named_parameters(recurse=False):
-            noise = torch.randn(p.shape, generator=gen)
+            noise = torch.randn(p.shape, generator=gen, dtype=torch.float32)
             if p.ndim < 2:
                 p.add_(
                     (0.05 if "bias" in name else 0.5) * noise

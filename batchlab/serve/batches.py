@@ -23,8 +23,7 @@ from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_
 from ..jobs.lines import JobLine, ParamsCache, failure_record, json_object
 from ..jobs.responses import Metadata
 from ..jobs.schema import URLS, as_bad_request, endpoint_of, tokens_used
-from ..jobs.settings import BadRequest
-from ..jobs.settings import Body, read
+from ..jobs.settings import BadRequest, Body, read
 from ..jobs.runner import Admitted, LineRunner, ModelNames, name_of
 
 if TYPE_CHECKING:  # looking at files needs no torch

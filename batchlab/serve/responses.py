@@ -14,8 +14,14 @@ from ..errors import EngineError
 from ..jobs.job import Job
 from ..jobs.lines import JobLine, parse_line
 from ..jobs.progress import JobResult
-from ..jobs.responses import ResponseAsked, ResponseParts, ResponseRequest
-from ..jobs.responses import request_of, response_head, response_of
+from batchlab.jobs.responses import (
+    ResponseAsked,
+    ResponseParts,
+    ResponseRequest,
+    request_of,
+    response_head,
+    response_of,
+)
 from ..jobs.runner import Admitted, LineRunner, ModelNames
 from ..jobs.settings import BadRequest
 from ..llm.outputs import RequestOutput

@@ -20,8 +20,19 @@ from ..core.attention import attention_override
 from ..errors import BatchlabError, ModelError, ParamError, PromptError
 from ..errors import PromptTooLongError, UnsupportedModelError
 from .lora import AdapterChoices
-from ..llm.inputs import Bar, PoolingEach, Prompt, Prompts, as_list, check_prompt
-from ..llm.inputs import is_talk, one_each, prompt_ids_of, read_prompts, unreadable
+from batchlab.llm.inputs import (
+    Bar,
+    PoolingEach,
+    Prompt,
+    Prompts,
+    as_list,
+    check_prompt,
+    is_talk,
+    one_each,
+    prompt_ids_of,
+    read_prompts,
+    unreadable,
+)
 from ..models.control import check_no_control
 from ..models.lengths import SHORT, check_length
 from ..models import max_model_len
@@ -277,7 +288,8 @@ class Pooler:
         if p.task not in self.tasks:
             raise ModelError(
                 f"{type(self.model).__name__} has no task {p.task!r}, only "
-                f"{', '.join(map(repr, self.tasks))}: take a model that was trained for it"
+                f"{', '.join(map(repr, self.tasks))}: take a model that was trained for it",
+                field="task",
             )
         if p.dimensions is not None:
             if p.task not in ("embed", "token_embed"):
@@ -304,13 +316,15 @@ class Pooler:
             if p.prompt_name not in self.prompts:
                 raise ParamError(
                     f"the model has no prompt {p.prompt_name!r:.40}: it has "
-                    f"{', '.join(map(repr, self.prompts)) or 'none'}"
+                    f"{', '.join(map(repr, self.prompts)) or 'none'}",
+                    field="prompt_name",
                 )
         depth = self.depth
         for i in p.layers or ():
             if not -depth - 1 <= i <= depth:
                 raise ParamError(
-                    f"there is no layer {i}: the model has {depth}, and 0 stands for the embeddings"
+                    f"there is no layer {i}: the model has {depth}, and 0 stands for the embeddings",
+                    field="layers",
                 )
         if (
             not self.said

@@ -31,6 +31,7 @@ from batchlab.core.sampling import (
     sample,
 )
 from ..core.tokens import vocabulary_of
+from ..machine import torch_defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -496,6 +497,7 @@ def check_request(
         return "out of memory, running it alone and without a cache"
 
 # %% ../../nbs/5_tasks/15_verify.ipynb #8bc9e287
+@torch_defaults()
 def verify(
     llm: AdaptedAnswers,
     outputs: Iterable[RequestOutput] | RequestOutput,
