@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from dataclasses import fields
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from .flags import bench_parser, llm_names, parse_args, parser_of
 from ..errors import BatchlabError, JobError, Option
@@ -172,18 +172,15 @@ class _PutOff(ModuleType):
     """A package that is run once something of it is wanted, or one of its modules, that is no
     decorator for `torch.compile`."""
 
-    lock, begun = threading.RLock(), False
-
     def __getattr__(self, name: str) -> Any:
         if name in ("allow_in_graph", "assume_constant_result", "disable"):
             return lambda f=None, *_, **__: f or (lambda g: g)
-        with self.lock:
-            if not self.begun and (name == "__path__" or name[:2] != "__"):
-                self.begun, spec, me = True, cast(Any, self.__spec__), cast(Any, self)
-                self.__path__ = spec.submodule_search_locations
-                spec.loader.exec_module(self)
-                me.__class__ = ModuleType
-        return object.__getattribute__(self, name)
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        me: Any = self
+        me.__class__, me.__path__ = ModuleType, me.__spec__.submodule_search_locations
+        me.__spec__.loader.exec_module(me)
+        return getattr(me, name)
 
 
 def import_less() -> None:
@@ -366,27 +363,7 @@ def run_here(args: Namespace, job: Job, llm: LLM | None = None) -> JobResult:
     if args.output == "-" and not getattr(args, "texts", None):
         note("answers go to standard output: ended in the middle, this run can not go on")
     with traced(args.trace, text=False) as watch:
-        return job.run(
-            lambda: watch(
-                llm or suggested(load_llm(args), args, job.result.total - job.result.done)
-            )
-        )
-
-# %% ../../nbs/7_serve/cli.ipynb #a5c18fe1-1
-def suggested(llm: LLM, args: Namespace, requests: int) -> LLM:
-    """`llm`, once one line has said what would make so many `requests` faster, if flags that
-    were given make them slow."""
-    from batchlab.jobs.advice import advise
-
-    names = "max_num_seqs", "strategy", "compile", "dtype", "enable_prefix_caching"
-    usual = parser_of(args.command).get_default
-    given = {name for name in names if getattr(args, name) != usual(name)}
-    about = lambda message: any(
-        isinstance(x, Option) and x.name in given for x in message.fields.values()
-    )
-    if found := next(filter(about, advise(llm, requests)), None):
-        note(f"faster: {found.said(args.spell)}")
-    return llm
+        return job.run(lambda: watch(llm or load_llm(args)))
 
 # %% ../../nbs/7_serve/cli.ipynb #64bb9f9e
 def ray_job(args: Namespace) -> Job:
