@@ -115,10 +115,18 @@ def test_a_field_is_a_flag():
 
 
 def test_text_on_a_pipe(model):
-    "From an interpreter of its own, whose imports say nothing either."
+    "From an interpreter of its own, whose imports say nothing, and leave out what is not used."
     words = ["generate", "a", "a longer prompt", "é", "--model", model, "--max-tokens", "6"]
     how = dict(encoding="utf-8", capture_output=True, timeout=50)
-    p = subprocess.run([*CMD, *words], env=ENV, **how)
+    code = """if True:
+        import sys, torch; from batchlab.cli import main
+        assert not main()
+        late = {"torch._dynamo.eval_frame", "torch.distributed.tensor"}
+        assert not late & {*sys.modules} and torch.distributed.is_available()
+        assert torch.compile(torch.sign, backend="eager")(torch.ones(1)) == 1
+        assert late & {*sys.modules}
+    """
+    p = subprocess.run([sys.executable, "-c", code, *words], env=ENV, **how)
     assert (p.returncode, but_compiler(p.stderr)) == (0, "")
     want = ["[1] a", "[2] a longer prompt", "[3] é"]
     assert [s for s in p.stdout.split("\n") if s in want] == want

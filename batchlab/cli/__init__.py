@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib, gc, io, json, logging, os, re, socket, sys, tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec
 from datetime import datetime, timezone
 from pathlib import Path
 from dataclasses import fields
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from .flags import bench_parser, llm_names, parse_args, parser_of
@@ -164,6 +167,47 @@ def open_output(args: Namespace) -> TextIO:
     except OSError as e:
         raise JobError(f"can't write {name} ({e.strerror or e})") from e
 
+# %% ../../nbs/7_serve/cli.ipynb #60c33f35
+class _PutOff(ModuleType):
+    """A package that is run once something of it is wanted, or one of its modules, that is no
+    decorator for `torch.compile`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("allow_in_graph", "assume_constant_result", "disable"):
+            return lambda f=None, *_, **__: f or (lambda g: g)
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        me: Any = self
+        me.__class__, me.__path__ = ModuleType, me.__spec__.submodule_search_locations
+        me.__spec__.loader.exec_module(me)
+        return getattr(me, name)
+
+
+def import_less() -> None:
+    """Import torch and transformers without what a process that is one command of batchlab does
+    not use. Where one of them is another than is known here, it imports all."""
+    import torch
+
+    if spec := "torch._dynamo" not in sys.modules and find_spec("torch._dynamo"):
+        sys.modules[spec.name] = compiler = module_from_spec(spec)
+        with contextlib.suppress(ImportError):  # for masks, and of no size
+            import_module("torch._dynamo._trace_wrapped_higher_order_op")
+        del compiler.__path__
+        compiler.__class__ = _PutOff
+    there = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        with contextlib.suppress(ImportError, AttributeError):
+            from transformers.utils import import_utils
+
+            import_utils.is_torch_distributed_available()  # which remembers what it says
+            read = import_utils.create_import_structure_from_path
+            import_utils.create_import_structure_from_path = lambda path: read(
+                Path(os.path.dirname(path)) if os.path.isfile(path) else path
+            )
+    finally:
+        torch.distributed.is_available = there
+
 # %% ../../nbs/7_serve/cli.ipynb #eb5878c9
 def llm_options(args: Namespace) -> dict[str, Any]:
     "The arguments of `LLM` that the command line gives."
@@ -201,6 +245,8 @@ def check_given(args: Namespace) -> None:
 def load_llm(args: Namespace) -> LLM:
     """The `LLM` that the arguments ask for. Raises `BatchlabError`, also if the sampling flags are none for its vocabulary and tokenizer: every line would fail of
     them."""
+    if args.own_process:
+        import_less()
     from batchlab import LLM
 
     llm = LLM(**llm_options(args))
@@ -317,27 +363,7 @@ def run_here(args: Namespace, job: Job, llm: LLM | None = None) -> JobResult:
     if args.output == "-" and not getattr(args, "texts", None):
         note("answers go to standard output: ended in the middle, this run can not go on")
     with traced(args.trace, text=False) as watch:
-        return job.run(
-            lambda: watch(
-                llm or suggested(load_llm(args), args, job.result.total - job.result.done)
-            )
-        )
-
-# %% ../../nbs/7_serve/cli.ipynb #a5c18fe1-1
-def suggested(llm: LLM, args: Namespace, requests: int) -> LLM:
-    """`llm`, once one line has said what would make so many `requests` faster, if flags that
-    were given make them slow."""
-    from batchlab.jobs.advice import advise
-
-    names = "max_num_seqs", "strategy", "compile", "dtype", "enable_prefix_caching"
-    usual = parser_of(args.command).get_default
-    given = {name for name in names if getattr(args, name) != usual(name)}
-    about = lambda message: any(
-        isinstance(x, Option) and x.name in given for x in message.fields.values()
-    )
-    if found := next(filter(about, advise(llm, requests)), None):
-        note(f"faster: {found.said(args.spell)}")
-    return llm
+        return job.run(lambda: watch(llm or load_llm(args)))
 
 # %% ../../nbs/7_serve/cli.ipynb #64bb9f9e
 def ray_job(args: Namespace) -> Job:
@@ -635,6 +661,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
     with standard_streams():
         try:
             args = parse_args(sys.argv[1:] if argv is None else list(argv))
+            args.own_process = argv is None
             note.as_json, spell = getattr(args, "log_json", False), args.spell
             check_output_open(args)
             with log_as_notes():
