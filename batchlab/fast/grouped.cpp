@@ -77,7 +77,11 @@ struct Walk {
             if (f.offsets) store(block + NR + o, -load((const fp16*)scales + NR + o));
         }
     }
-    __attribute__((always_inline)) inline void fetch() const { fetch_ahead(line, share); }
+    template <int BITS = 8>
+    __attribute__((always_inline)) inline void fetch() const {
+        if (BITS != 5) return fetch_ahead(line, share);
+        for (i64 i = 0; i < share; i += 64) __builtin_prefetch(line + 6144 + i, 0, 2);
+    }
 };
 // Where number k of output o is among the numbers of a group, counted in half bytes, if these have 4 bits; else in bytes, once
 // they have 8

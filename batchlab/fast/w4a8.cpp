@@ -35,13 +35,14 @@ static inline float most_bits(vi v) {  // the largest of numbers that are not ne
     v = larger_bits<1>(larger_bits<2>(larger_bits<4>(v)));
     return ((vf)v)[0];
 }
-static inline void sum_both(const vf (&v)[2], int32_t (&sums)[2]) {  // whole numbers: exact in any order
+static inline void sum_both(const vf (&v)[2], int32_t (&sums)[2]) {  // whole numbers: exact in any order; 0 for what is none
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
     const vf a = v[0] + partner<W / 2>(v[0]), b = v[1] + partner<W / 2>(v[1]);
     vf both = lane < W / 2 ? a : b;
     if (W == 16) both += partner<4>(both);
     both += partner<2>(both), both += partner<1>(both);
+    both = both == both ? both : vf{};
     sums[0] = both[0], sums[1] = both[W / 2];
 }
 template <class T>
@@ -134,7 +135,7 @@ static inline void quads_block(const Rounded& x, i64 r, const uint8_t* from, con
     Walk at(from, f);
     for (i64 g = 0; g < n; g++, sums += M, worths += M, at.next()) {
         for (due += lines; due >= n; due -= n, soon += 64) __builtin_prefetch(soon, 0, 2);
-        if (M <= FEW && !soon) at.fetch();
+        if (M <= FEW && !soon) at.fetch<BITS>();
         at.read_block();
         vf scale[NV], offset[NV];
         for (int j = 0; j < NV; j++) {
@@ -366,11 +367,12 @@ static void quantize_groups(const i64* rows, int8_t* numbers, float* scales, flo
                 low = v[j] < low ? v[j] : low, high = v[j] > high ? v[j] : high;
             }
             const float least = -most(-low), total = sum(totals), width = most(high) - least;
-            float best = INFINITY, factor = 0, scale = 0, offset = total / 32;  // of numbers that are all the same
+            // of numbers that are all the same; of those that are too large for a sum of squares, NaN
+            float best = INFINITY, factor = 0, scale = width > 1e-30f ? NAN : 0, offset = total / 32;
             const auto round = [&](float f) {
                 for (int j = 0; j < V; j++) {
                     const vf y = multiply_add(v[j] - least, all(f), all(shift)) - shift;
-                    q[j] = y > 15.f ? all(15.f) : y;
+                    q[j] = y < 15.f ? y : all(15.f);  // also of no number
                 }
             };
             for (int i = 0; i <= 20 && width > 1e-30f; i++) {

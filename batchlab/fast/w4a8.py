@@ -38,7 +38,7 @@ def quantize_groups(*weights: torch.Tensor, kernels: Kernels, bits: int = 4) -> 
         lie = (t.data_ptr() for t in (rows, numbers, *scales))
         kernels.calls["quantize_groups", d](*lie, N, K)
     if not scales.isfinite().all():
-        raise Unavailable("a weight is not finite: use quantization=None")
+        raise Unavailable("a weight is not finite, or too large: use quantization=None")
     kept = scales.half()
     if ((kept.float() - scales).abs() > scales[0].abs() / 64).any():  # infinities among them
         kept = scales
