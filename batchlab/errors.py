@@ -258,13 +258,10 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
 _BEAMS = "transformers' model.generate(num_beams=4) has it"
 _ENGINE = "llm.add_request(prompt, params, callback) and llm.step() run requests by hand"
 _PROMPT = "a dict does, such as dict(prompt='a') or dict(prompt_token_ids=[5, 6])"
-_RAY = "RayJob(input, output, workers=2, llm=dict(model=…)).run() does it"
 REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
     beam_search=_BEAMS,
     BeamSearchParams=_BEAMS,
-    run_on_ray=_RAY,
-    Pool=_RAY,
-    end="a choice is whole if its ids end with the model's end token",
+    iter_outputs="llm.stream gives an event as each ends, with its output",
     kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     EngineArgs="LLM takes each of its arguments by name",
@@ -274,25 +271,10 @@ REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: w
     TextPrompt=_PROMPT,
     TokensPrompt=_PROMPT,
     cleanup_dist_env_and_memory="llm.close() gives back what its model held",
-    print_embeddings="print(out.outputs.embedding[:4]) shows the first numbers of a vector",
-    Playground="LiveView(llm, prompts) shows a run, timeline(trace) what it did",
-    Scrubber="trace.save('trace.json'), then batchlab view trace.json shows it step by step",
 ) | {  # commands, and flags of one command
     "batchlab batch": "any client of OpenAI's Batch API works with batchlab serve --data FOLDER",
     "batchlab models": "hf download NAME fetches one of the hub, and hf cache lists and removes them",
-    "batchlab cache": "it is the folder BATCHLAB_CACHE, or batchlab in the user's caches: remove it",
-    "batchlab completion": "batchlab COMMAND --help lists the flags",
     "batchlab serve --ray": "batchlab run --ray answers the same file by several workers",
-    "batchlab bench --sweep": "--contenders batchlab:max_num_seqs=8 batchlab compares numbers of slots",
-    "batchlab bench --memory": "the second table has each engine's peak, and batchlab plan the parts",
-    "batchlab bench --bandwidth": "--workloads single measures a step that waits for the weights",
-    "batchlab bench --profile": "llm.trace() records the parts of each step",
-    "batchlab bench --input": "batchlab plan -i FILE says what would make a job faster",
-    "batchlab bench -i": "batchlab plan -i FILE says what would make a job faster",
-    "batchlab bench --svg": "--json writes all that was measured",
-    "batchlab bench --shape": "--model takes any model that transformers loads",
-    "batchlab bench --quantization": "--contenders batchlab:quantization=int8 says it for one engine",
-    "batchlab bench --speculation": "--contenders batchlab:speculation=lookup says it for one engine",
 }
 
 

@@ -5,7 +5,8 @@ import ctypes, itertools, math, os, random, shutil, zipfile
 import pytest, torch
 import torch.nn.functional as F
 
-from batchlab import LLM
+from batchlab import LLM, SamplingParams
+from batchlab.core.sampling import SamplingRow, processed_logits
 from batchlab.fast.trial import kv_layout
 from batchlab.fast import kernels as kernels_module, native
 from batchlab.fast.fused import fuse
@@ -383,6 +384,20 @@ class OtherBits(Kernels):
 def test_kernels_that_are_a_little_wrong_are_noticed(kernels, kind):
     with pytest.raises(CompileError, match="compute wrong"):
         check_kernels(kind(kernels.path))
+
+
+def test_a_default_dtype_changes_nothing(kernels):
+    "That of torch may be another, set by the program, or by a thread that loads a model."
+    x, w = torch.randn(3, 50), torch.randn(70, 64)
+    rows = [SamplingRow.make(SamplingParams(temperature=0.7), [1]) for _ in x]
+    made = lambda: (processed_logits(x, rows), kernels.pack_bytes(w, block=64)[2])
+    want = made()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(made(), want))
+        check_kernels(kernels)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_threads_are_given_back(kernels):

@@ -29,8 +29,6 @@ REMOVED = [  # the call, what it raises, the name at fault, what the advice name
     (lambda: LLM(small).verify(LLM(small).embed([5, 6])), ParamError, "outputs", "one text alone"),
     (lambda: LLM(small).beam_search([5]), RemovedAttribute, "beam_search", "num_beams"),
     (lambda: LLM(small).map([dict(prompt="a")]), RemovedAttribute, "map", "llm.generate"),
-    (imported("Playground"), RemovedImport, "Playground", "LiveView"),
-    (imported("Scrubber"), RemovedImport, "Scrubber", "batchlab view"),
     (imported("BeamSearchParams"), RemovedImport, "BeamSearchParams", "num_beams"),
     (
         imported("BeamSearchParams", "batchlab.compat.vllm"),
@@ -48,31 +46,14 @@ REMOVED = [  # the call, what it raises, the name at fault, what the advice name
             TextPrompt="dict(prompt=",
             TokensPrompt="prompt_token_ids",
             cleanup_dist_env_and_memory="llm.close()",
-            print_embeddings="outputs.embedding",
         ).items()
     ),
-]
-
-
-FLAGS = [  # a command with a flag, what the advice names
-    ("bench --sweep", "batchlab:max_num_seqs="),
-    ("bench --memory --model a", "batchlab plan"),
-    ("bench --bandwidth", "--workloads single"),
-    ("bench --profile -i a.jsonl", "llm.trace()"),
-    ("bench --input a.jsonl", "batchlab plan -i FILE"),
-    ("bench -i a.jsonl", "batchlab plan -i FILE"),
-    ("bench --svg a.svg", "--json"),
-    ("bench --shape llama-1b", "--model"),
-    ("bench --quantization int8", "batchlab:quantization=int8"),
-    ("bench --speculation lookup", "batchlab:speculation=lookup"),
 ]
 
 
 COMMANDS = [  # a command, what the advice names
     ("batch submit in.jsonl", "Batch API"),
     ("models pull", "hf download"),
-    ("cache clear", "BATCHLAB_CACHE"),
-    ("completion bash", "--help"),
 ]
 
 
@@ -93,14 +74,6 @@ def test_flags_of_vllm_that_would_change_nothing(flags, capsys):
     assert "would change nothing here: leave it out" in said
 
 
-@pytest.mark.parametrize("args, instead", FLAGS)
-def test_what_to_give_instead_of_a_flag(args, instead, capsys):
-    assert main(args.split()) == 2
-    [said] = capsys.readouterr().err.splitlines()
-    flag = args.split()[1]
-    assert f"unknown flag {flag}: there was one, but " in said and instead in said
-
-
 @pytest.mark.parametrize("call, kind, field, instead", REMOVED)
 def test_what_to_do_instead(call, kind, field, instead):
     with pytest.raises(kind) as e:
@@ -112,8 +85,6 @@ def test_what_to_do_instead(call, kind, field, instead):
 def test_arguments_and_flags_that_there_were():
     with pytest.raises(TypeError, match="'kv_dtype': there was one, but .* dtype of the model"):
         LLM(small, kv_dtype="int8")
-    with pytest.raises(TypeError, match="'end': there was one, but .* the model's end token"):
-        LLM(small).choose([[5]], [[6]], end=True)
     with pytest.raises(JobError, match="unknown flag --kv-dtype: there was one, but .* bf16"):
         parser_of("run").parse_args(["-i", "in.jsonl", "-o", "out.jsonl", "--kv-dtype", "int8"])
 

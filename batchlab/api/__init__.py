@@ -25,7 +25,7 @@ from batchlab.errors import (
     RemovedAttribute,
     suggest_names,
 )
-from ..llm.answers import collect, finished
+from ..llm.answers import collect
 from ..llm.config import Limits
 from ..llm.engines import Engines
 from batchlab.llm.inputs import (
@@ -372,25 +372,6 @@ class LLM:
             prompts, chat, sampling_params, priority, timeout=timeout, lora_request=lora_request
         )
         return self.events(read)
-
-    def iter_outputs(
-        self,
-        prompts: Prompts,
-        sampling_params: ParamsEach = None,
-        chat: bool = False,
-        on_step: Callable[[int], object] | None = None,
-        priority: PriorityEach = None,
-        timeout: TimeoutEach = None,
-        lora_request: AdapterChoices = None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Yield `(index, RequestOutput)` as each finishes: whoever writes them down at once
-        loses nothing later.
-
-        `on_step(k)` is called with the number of new tokens as they come."""
-        read = read_prompts(
-            prompts, chat, sampling_params, priority, timeout=timeout, lora_request=lora_request
-        )
-        return finished(self.events(read, longest_first=True), on_step)
 
     def add_request(
         self,

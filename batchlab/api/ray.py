@@ -17,7 +17,7 @@ from typing import Any
 
 import batchlab, numpy as np, torch
 
-from ..errors import BatchlabError, JobError, ParamError, check_names, no_name
+from ..errors import BatchlabError, JobError, ParamError, check_names
 from . import LLM
 from ..core.params import SETTINGS
 from ..jobs.job import Job, Run, in_good_order
@@ -586,9 +586,3 @@ class RayJob(Job):
 
     def begin(self, llm: object, book: Ledgerbook, outbox: Outbox) -> Run:
         return RayRun(self, llm, book, outbox)
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("run_on_ray", "Pool"):
-        raise no_name(__name__, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

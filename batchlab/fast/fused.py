@@ -42,9 +42,23 @@ from batchlab.fast.kernels import (
     usable_kernels,
     whole_rows,
 )
-from .layers import ENCODERS, Family, Rotations, attention_specs, family_of
-from .layers import base_of, first_of, lm_head_of, layers_of, linears_of, mixture_of
-from .layers import as_linear, describe_layer, describe_norm, describe_rotations
+from batchlab.fast.layers import (
+    ENCODERS,
+    Family,
+    Rotations,
+    as_linear,
+    attention_specs,
+    base_of,
+    describe_layer,
+    describe_norm,
+    describe_rotations,
+    family_of,
+    first_of,
+    layers_of,
+    linears_of,
+    lm_head_of,
+    mixture_of,
+)
 from batchlab.fast.native import (
     PARTS,
     SPARE,
@@ -65,8 +79,16 @@ from batchlab.fast.packed import (
     release_mapped_pages,
     replace_linears,
 )
-from .trial import AttentionSpec, BackendOptions, Probe, StateProbe
-from .trial import check_backend, probe_rows, reason_of, why_not
+from batchlab.fast.trial import (
+    AttentionSpec,
+    BackendOptions,
+    Probe,
+    StateProbe,
+    check_backend,
+    probe_rows,
+    reason_of,
+    why_not,
+)
 
 # %% ../../nbs/4_fast/25_fused.ipynb #8011ef9d
 class WeightPacker:

@@ -13,9 +13,19 @@ import torch
 from torch import nn
 
 from ..errors import Unavailable
-from .grouped import BLOCKS, GROUP_FORMS, GroupedLinear, Groups
-from .grouped import dequantize_blocks, group_form_of, random_blocks
-from .grouped import grouped_product, pack_blocks, pack_groups, panel_table
+from batchlab.fast.grouped import (
+    BLOCKS,
+    GROUP_FORMS,
+    GroupedLinear,
+    Groups,
+    dequantize_blocks,
+    group_form_of,
+    grouped_product,
+    pack_blocks,
+    pack_groups,
+    panel_table,
+    random_blocks,
+)
 from .int8 import Int8Linear
 from .native import DTYPES, Kernels, row_addresses
 from .packed import MakeLinear

@@ -20,9 +20,20 @@ from .lines import JobLine, Postprocess, json_object, parse_line
 from .pooling import PoolingRequest
 from .schema import is_setting
 from .settings import BadRequest
-from .tables import ANSWER, COLUMNS_REMARK, RECORD_KEYS, TABLES, AnswerNames, Columns
-from .tables import TableFile, TextForm, check_input, check_output, file_kind
-from .tables import settings_remark
+from batchlab.jobs.tables import (
+    ANSWER,
+    COLUMNS_REMARK,
+    RECORD_KEYS,
+    TABLES,
+    AnswerNames,
+    Columns,
+    TableFile,
+    TextForm,
+    check_input,
+    check_output,
+    file_kind,
+    settings_remark,
+)
 
 log = logging.getLogger("batchlab")
 _T = TypeVar("_T")

@@ -15,8 +15,14 @@ from filelock import FileLock, Timeout
 
 from ..core.params import SETTINGS, SamplingParams
 from ..errors import JobError, Option, check_names
-from .fields import JobFields, check_fits, check_form, check_paths
-from .fields import columns_of, input_remarks
+from batchlab.jobs.fields import (
+    JobFields,
+    check_fits,
+    check_form,
+    check_paths,
+    columns_of,
+    input_remarks,
+)
 from .formats import Raw, as_json, export_records
 from batchlab.jobs.journal import (
     AnswerFile,

@@ -56,8 +56,14 @@ from batchlab.jobs.tables import (
     kept_cells,
     plain_json,
 )
-from .responses import ResponseAsked, chat_body, read_response
-from .responses import as_response_error, response_head, response_of
+from batchlab.jobs.responses import (
+    ResponseAsked,
+    as_response_error,
+    chat_body,
+    read_response,
+    response_head,
+    response_of,
+)
 from .tools import ToolChoice, ToolFormat, parse_answer, take_tools
 
 if TYPE_CHECKING:

@@ -15,8 +15,11 @@ from pydantic import ConfigDict, Field
 
 from ..core.params import SamplingParams
 from ..errors import ParamError
-from .schema import STATUS, ApiRequest, Deltas, Items
 from batchlab.jobs.schema import (
+    STATUS,
+    ApiRequest,
+    Deltas,
+    Items,
     as_bad_request,
     behind,
     chat_logprobs,

@@ -15,8 +15,18 @@ from pydantic_core import from_json
 
 from ..errors import ParamError, PromptError, whole_number
 from .tools import ToolChoice, ToolFormat, ToolParser, take_tools
-from .settings import BadRequest, DROPPED, KNOWN_SETTINGS, STANDS_FOR, Body, Whole
-from .settings import check_sizes, is_setting, settings_of, take
+from batchlab.jobs.settings import (
+    DROPPED,
+    KNOWN_SETTINGS,
+    STANDS_FOR,
+    BadRequest,
+    Body,
+    Whole,
+    check_sizes,
+    is_setting,
+    settings_of,
+    take,
+)
 from ..core.params import SamplingParams
 
 if TYPE_CHECKING:  # a check of a file needs no torch

@@ -24,6 +24,10 @@ from batchlab.errors import (
     ParamError,
     PromptError,
     PromptTooLongError,
+    check_names,
+    near_name,
+    whole_number,
+    written,
 )
 from ..models.lengths import check_length
 from batchlab.models import (
@@ -35,7 +39,6 @@ from batchlab.models import (
     template_text,
 )
 from ..core.params import SETTINGS, SamplingParams
-from ..errors import check_names, near_name, whole_number, written
 from .outputs import RequestOutput
 from .pooling_params import PoolingParams
 

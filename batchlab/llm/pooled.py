@@ -47,10 +47,6 @@ class EmbeddingOutput:
 
     embedding: list[float]
 
-    @classmethod
-    def of(cls, data: torch.Tensor) -> EmbeddingOutput:
-        return cls(data.tolist())
-
     @property
     def hidden_size(self) -> int:
         return len(self.embedding)
@@ -74,10 +70,6 @@ class ClassificationOutput:
 
     probs: list[float]
 
-    @classmethod
-    def of(cls, data: torch.Tensor) -> ClassificationOutput:
-        return cls(data.tolist())
-
     @property
     def num_classes(self) -> int:
         return len(self.probs)
@@ -98,10 +90,6 @@ class ScoringOutput:
     "How well two texts belong together. NaN where that could not be said."
 
     score: float
-
-    @classmethod
-    def of(cls, data: torch.Tensor) -> ScoringOutput:
-        return cls(data.item() if data.numel() else float("nan"))
 
     def __repr__(self) -> str:
         return f"ScoringOutput(score={self.score})"
@@ -187,9 +175,9 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
 
 
 RESULTS: dict[str, tuple[Any, Any]] = dict(
-    embed=(EmbeddingRequestOutput, EmbeddingOutput.of),
-    classify=(ClassificationRequestOutput, ClassificationOutput.of),
-    score=(ScoringRequestOutput, ScoringOutput.of),
+    embed=(EmbeddingRequestOutput, lambda x: EmbeddingOutput(x.tolist())),
+    classify=(ClassificationRequestOutput, lambda x: ClassificationOutput(x.tolist())),
+    score=(ScoringRequestOutput, lambda x: ScoringOutput(x.item() if x.numel() else float("nan"))),
     token_embed=(PoolingRequestOutput, PoolingOutput),
     token_classify=(PoolingRequestOutput, PoolingOutput),
 )

@@ -12,13 +12,25 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..api.aio import AsyncLLM
-from ..errors import BatchlabError, EngineError, Message, Option, ParamError
-from ..errors import PromptTooLongError
+from batchlab.errors import (
+    BatchlabError,
+    EngineError,
+    Message,
+    Option,
+    ParamError,
+    PromptTooLongError,
+)
 from ..llm.outputs import RequestOutput
 from ..tasks.lora import adapter_named, adapter_names
 from .responses import ResponseRunner, keep_response, on_disk
-from .messages import PING, MessageParts, MessageRequest, is_messages
-from .messages import message_body, message_error
+from batchlab.serve.messages import (
+    PING,
+    MessageParts,
+    MessageRequest,
+    is_messages,
+    message_body,
+    message_error,
+)
 from batchlab.jobs.schema import (
     DONE,
     ApiRequest,

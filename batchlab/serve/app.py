@@ -7,8 +7,15 @@ __all__ = ['create_app', 'listen', 'url_of', 'Server']
 
 # %% ../../nbs/7_serve/49_server.ipynb #srv00005
 import asyncio, contextlib, hashlib, hmac, logging, math, os, re, socket, time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,10 +30,21 @@ from ..tasks.lora import check_modules
 from ..llm.outputs import RequestOutput
 from .routes import batch_router
 from .batches import BatchRunner
-from .responses import ResponseRunner, create_response, on_disk, request_for
-from .responses import response_router
-from .messages import MessageRequest, is_messages, model_info, model_page
-from .messages import parse_count, parse_messages
+from batchlab.serve.responses import (
+    ResponseRunner,
+    create_response,
+    on_disk,
+    request_for,
+    response_router,
+)
+from batchlab.serve.messages import (
+    MessageRequest,
+    is_messages,
+    model_info,
+    model_page,
+    parse_count,
+    parse_messages,
+)
 from batchlab.serve.answers import (
     RETRY_AFTER,
     MessageAnswer,

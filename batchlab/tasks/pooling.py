@@ -17,8 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from ..core.attention import attention_override
-from ..errors import BatchlabError, ModelError, ParamError, PromptError
-from ..errors import PromptTooLongError, UnsupportedModelError
+from batchlab.errors import (
+    BatchlabError,
+    ModelError,
+    ParamError,
+    PromptError,
+    PromptTooLongError,
+    UnsupportedModelError,
+)
 from .lora import AdapterChoices
 from batchlab.llm.inputs import (
     Bar,

@@ -170,6 +170,11 @@ def _free(d: dict[str, Any]) -> bool:
     return bool(more) and all(k in listed for k in d.get("required") or ())
 
 
+def _size(d: dict[str, Any], name: str) -> int:
+    "Of what a schema has under `name`, 0 for what has none."
+    return len(x) if isinstance(x := d.get(name), (list, dict)) else 0
+
+
 def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """JSON schema `schema` as the library takes it: objects that list their properties get no
     others, and what the library can't hold is passed over.
@@ -177,7 +182,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     Raises `ParamError` for one that is too deep or too wide, or has a keyword of `NOT_HELD`."""
     root = json.loads(json.dumps(schema))
     parts = _every(root)
-    once = all(len(d.keys() & _SAME) < 2 and len(d.get("allOf") or ()) < 2 for d in parts.values())
+    once = all(len(d.keys() & _SAME) < 2 and _size(d, "allOf") < 2 for d in parts.values())
     for where, d in parts.items():
         if bad := sorted(NOT_HELD & d.keys()):
             raise _refusal(f"{bad[0]} at {where} is not supported: leave it out")
@@ -186,7 +191,7 @@ def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
             more = d.get("additionalProperties", {})
             d |= dict(properties={n: more for n in names if isinstance(n, str)})
             d["additionalProperties"] = False
-        if len(d.get("properties") or ()) > MOST_PROPERTIES:
+        if _size(d, "properties") > MOST_PROPERTIES:
             why = f"an object of over {MOST_PROPERTIES:,} properties at {where}: list fewer"
             raise _refusal(why)
         for k in _BOUNDS & d.keys():
@@ -670,12 +675,7 @@ class Grammars:
             return lambda: labels
         s = StructuredOutputsParams(**{kind: json.loads(form)}, disable_any_whitespace=tight)
         names = self._vocabulary[1]
-        try:
-            text = grammar_text(s)
-        except ParamError:
-            raise
-        except Exception as e:
-            raise _failure(s, str(e)) from e
+        text = grammar_text(s)
         if kind == "grammar":
             text = _LARK.sub(lambda m: f"<[{names[m[2]]}]>" if m[2] in names else m[0], text)
         matcher = LLMatcher(self.vocabulary, text, log_level=0, limits=_limits())
