@@ -480,6 +480,16 @@ def test_a_job_with_failures_is_gone_on_with(name):
     assert job(ordered=True).run(None).before == 8  # which asks for the same answers
 
 
+def test_which_keys_of_lines_were_read_is_a_setting():
+    write_lines("in.jsonl", [dict(q=c, a=c, b=c * 2) for c in "xy"])
+    go_on = functools.partial(ask, "in.jsonl", "out.jsonl", prompt_column="q", limit=1)
+    assert go_on(id_column="a").answered == 1
+    for other in (dict(id_column="b"), {}):
+        with pytest.raises(JobError, match="begun with columns"):
+            go_on(**other)
+    assert go_on(id_column="a", limit=None).answered == 2
+
+
 @pytest.mark.parametrize("name", ["out.csv", "out.jsonl", "out.jsonl.gz"])
 def test_files_of_others_beside_the_output_stay(name):
     "Only what a job made is replaced or taken away, whatever it is called."
