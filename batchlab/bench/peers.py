@@ -19,6 +19,7 @@ def serve(start: Callable[..., dict]) -> None:
     replies = os.fdopen(os.dup(1), "w")
     status = 1
     os.dup2(2, 1)  # what a library prints goes to the log, not into the protocol
+    sys.stdout = sys.stderr  # line by line
     say = lambda **reply: print(json.dumps(reply), file=replies, flush=True)
     try:
         actions = start(**json.loads(sys.stdin.readline()))
@@ -33,8 +34,7 @@ def serve(start: Callable[..., dict]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:  # threads and processes of an engine may not end by themselves
-        for f in (sys.stdout, sys.stderr):
-            f.flush()
+        sys.stderr.flush()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGTERM)
