@@ -261,7 +261,6 @@ _PROMPT = "a dict does, such as dict(prompt='a') or dict(prompt_token_ids=[5, 6]
 REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
     beam_search=_BEAMS,
     BeamSearchParams=_BEAMS,
-    iter_outputs="llm.stream gives an event as each ends, with its output",
     kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     EngineArgs="LLM takes each of its arguments by name",

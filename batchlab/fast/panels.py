@@ -83,13 +83,13 @@ class KeptPanels:
         pages = None
         with contextlib.suppress(OSError, ValueError), open(self.path, "rb") as f:
             pages = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)  # written to where it differs
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # macOS can't take a place beforehand
             if pages is None and file.stat().st_size >= LEAST:
                 pages = self._new_pages(file, nbytes, self.path.parent)
         if pages is not None:
             self.left = torch.frombuffer(pages, dtype=torch.uint8)
 
-    def _new_pages(self, file: Path, nbytes: int, folder: Path):
+    def _new_pages(self, file: Path, nbytes: int, folder: Path) -> mmap.mmap | None:
         "A new file in `folder` with `nbytes` on the disk, if there may be so many. Raises `OSError`."
         folder.mkdir(parents=True, exist_ok=True)
         make_room(folder, 0, panel_limit())  # a killed process left its file
