@@ -38,6 +38,21 @@ def one_thread():
 
 
 @pytest.fixture(scope="module")
+def s():
+    "A server with a tiny model."
+    from helpers import serving
+
+    with serving() as s:
+        yield s
+
+
+@pytest.fixture(scope="module")
+def web(s):
+    "Its client."
+    return s.web
+
+
+@pytest.fixture(scope="module")
 def browser():
     "Chromium."
     playwright = pytest.importorskip(

@@ -414,24 +414,26 @@ def paused_after(llm, events):
         llm.resume()
 
 
-def by_a_failing_engine(s, events, *asks):
-    "What `asks` return, each in a thread of its own, of an engine that fails once all are there and the first has made `events` things heard of."
+def by_a_failing_engine(s, begun, *asks):
+    "What `asks` return, each in a thread of its own, of an engine that fails once all are there and, if `begun`, `s.web` has the head of the first answer."
 
     def fail():
         raise RuntimeError("no more memory")
 
+    head = threading.Event()
+    s.web.event_hooks = dict(response=[lambda _: head.set()])
     with ThreadPoolExecutor() as threads:
-        with paused_after(s.llm, events):
-            begun = []
+        with paused_after(s.llm, 12 * begun):
+            asked = []
             for ask in asks:
-                begun.append(threads.submit(ask))
-                until(lambda: len(s.llm.loop.groups) == len(begun))
-                until(lambda: not events or s.llm.loop.paused)
+                asked.append(threads.submit(ask))
+                until(lambda: len(s.llm.loop.groups) == len(asked))
+                until(lambda: s.llm.loop.paused and head.is_set() >= begun)
             until(lambda: s.llm.engines)
             failing = [*s.llm.engines.values()]
             for e in failing:
                 e.step = fail
-        got = [one.result(100) for one in begun]
+        got = [one.result(100) for one in asked]
     for e in failing:  # others may have taken their places
         del e.step
     until(lambda: nothing_left(s))

@@ -247,10 +247,11 @@ def test_weights_are_read_anew():
     async def change():
         async with own:
             before = await last(own.generate(prompt, greedy(6)))
-            task = asyncio.create_task(last(own.generate([7], LONG)))
-            await until(lambda: own.llm.loop.groups)
-            with pytest.raises(EngineError, match="under way"):
-                await own.reload_weights()
+            with paused_after(own.llm, 12):
+                task = asyncio.create_task(last(own.generate([7], LONG)))
+                await until(lambda: own.llm.loop.groups)
+                with pytest.raises(EngineError, match="under way"):
+                    await own.reload_weights()
             task.cancel()
             await until(lambda: not own.llm.loop.groups)
             model.get_input_embeddings().weight.data.mul_(-1)
@@ -273,9 +274,10 @@ def test_shutdown_meets_those_that_wait_and_are_tokenised(max_pending):
     llm.llm.admit = slow
 
     async def shut():
-        async with llm:
-            tasks = [asyncio.create_task(last(llm.generate([7 + i], LONG))) for i in range(5)]
-            await until(lambda: llm.llm.loop.groups)
+        with paused_after(llm.llm, 12):
+            async with llm:
+                tasks = [asyncio.create_task(last(llm.generate([7 + i], LONG))) for i in range(5)]
+                await until(lambda: llm.llm.loop.groups)
         outs = await asyncio.gather(*tasks)
         assert {o.outputs[0].finish_reason for o in outs} == {"cancelled"}
         assert llm.llm.loop.thread is None and not llm.llm.loop.groups and not llm.answers

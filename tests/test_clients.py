@@ -3,9 +3,8 @@
 import asyncio
 from typing import Literal
 
-import pytest
 
-from helpers import added_up, events_of, needs, serving, streamed
+from helpers import added_up, events_of, needs, streamed
 
 openai, *_ = needs("openai", "httpx", "fastapi", "uvicorn")
 from pydantic import BaseModel
@@ -29,17 +28,6 @@ HARMLESS = dict(
     functions=[],
     structured_outputs=None,
 )
-
-
-@pytest.fixture(scope="module")
-def s():
-    with serving() as s:
-        yield s
-
-
-@pytest.fixture(scope="module")
-def web(s):
-    return s.web
 
 
 @streamed

@@ -57,17 +57,6 @@ def text(*texts):
 
 
 @pytest.fixture(scope="module")
-def s():
-    with serving() as s:
-        yield s
-
-
-@pytest.fixture(scope="module")
-def web(s):
-    return s.web
-
-
-@pytest.fixture(scope="module")
 def tools():
     "A client of a server whose model's template knows tools."
     needs("llguidance")
@@ -493,7 +482,7 @@ def test_an_engine_that_fails(begun):
     "In a stream that has begun, an event says so."
     body = ASK | dict(max_tokens=200, ignore_eos=True, stream=True)
     with serving() as s:
-        [r] = by_a_failing_engine(s, 12 * begun, lambda: s.web.post(MESSAGES, json=body))
+        [r] = by_a_failing_engine(s, begun, lambda: s.web.post(MESSAGES, json=body))
     if not begun:
         assert error_of(r) == (500, "api_error")
         return

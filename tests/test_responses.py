@@ -47,12 +47,6 @@ NOW = dict(type="function", name="now")
 
 
 @pytest.fixture(scope="module")
-def s():
-    with serving() as s:
-        yield s
-
-
-@pytest.fixture(scope="module")
 def tools():
     "A server whose chat template takes tools."
     needs("llguidance")
@@ -361,7 +355,7 @@ def test_a_stream_is_the_whole_in_the_published_order(s, more, end):
 def test_an_engine_that_fails_ends_the_stream_with_an_event():
     body = dict(input="Hello", temperature=0, max_output_tokens=200, ignore_eos=True)
     with serving() as s:
-        [found] = by_a_failing_engine(s, 12, lambda: events_of(s, **body))
+        [found] = by_a_failing_engine(s, True, lambda: events_of(s, **body))
     last = check_events(found)
     assert found[-1]["type"] == "response.failed" and last["status"] == "failed"
     assert last["error"]["code"] == "server_error" and "no more memory" in last["error"]["message"]
