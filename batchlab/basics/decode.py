@@ -71,8 +71,7 @@ def merge(caches: Sequence[RowCache]) -> RowCache:
     """One cache of the rows of all `caches`, shorter ones padded on the left."""
     longest = max(cache.get_seq_length() for cache in caches)
     merged = RowCache()
-    for i in range(len(caches[0].layers)):
-        layers = [cache.layers[i] for cache in caches]
+    for i, layers in enumerate(zip(*(cache.layers for cache in caches))):
         keys, values = (
             torch.cat([F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in of])
             for of in ([layer.keys for layer in layers], [layer.values for layer in layers])
