@@ -115,9 +115,11 @@ class BatchEngine(SoloEngine):
         return forward(self.model, ids, self.cache, positions, mask)
 
     def leave(self, requests: list[Session]) -> None:
+        if not requests:
+            return
         stay = [i for i, r in enumerate(self.running) if r not in requests]
-        left, self.running = len(self.running) - len(stay), [self.running[i] for i in stay]
-        if self.cache is not None and left:
+        self.running = [self.running[i] for i in stay]
+        if self.cache is not None:
             self.lengths = self.lengths[stay]
             unused = self.cache.get_seq_length() - int(self.lengths.max()) if stay else 0
             self.cache = self.cache.select(stay, slice(unused, None)) if stay else None

@@ -181,8 +181,7 @@ class SoloEngine:
     def extend(self, cache: Cache, token_ids: list[int]) -> Tensor:
         """Run `token_ids` behind those in one row's `cache`: logits `[1, V]` of the last."""
         ids = torch.tensor([token_ids], device=self.model.device)
-        start = cache.get_seq_length()
-        positions = torch.arange(start, start + len(token_ids), device=ids.device)[None]
+        positions = cache.get_seq_length() + torch.arange(len(token_ids), device=ids.device)[None]
         return forward(self.model, ids, cache, positions)
 
     def leave(self, requests: list[Session]) -> None:

@@ -137,4 +137,5 @@ def can_pack(model: PreTrainedModel) -> bool:
         second = engine.execute([(r, row[-1:]) for r, row in zip(requests, rows)])
     except Exception:  # it takes no such mask, positions or cache
         return False
-    return agree(alone, first, second)
+    takes = cached(model, engine.cache, position_ids=True)  # and not what it swallows
+    return "position_ids" in takes and agree(alone, first, second)
