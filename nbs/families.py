@@ -1,5 +1,7 @@
 """Families of models that chapter 70 and the reference page on models show, and `tests/test_runners.py` tries: `(name, what is special, settings of a tiny one)`."""
 
+from transformers.models.gptj import modeling_gptj
+
 EAGER = dict(attn_implementation="eager")  # some versions' fused kernel drops the soft cap
 CONV = dict(layer_types=["conv", "full_attention"], num_key_value_heads=4)
 HYBRID = dict(layer_types=["linear_attention", "full_attention"])
@@ -54,8 +56,6 @@ PACKED = [
 NOT_PACKED = [
     ("bloom", "ALiBi", {}),
     ("falcon", "ALiBi", dict(alibi=True)),
-    ("codegen", "attention of its own", {}),
-    ("gptj", "attention of its own", {}),
     ("gpt_neo", "attention of its own", {}),
     ("xglm", "attention of its own", {}),
     ("diffllama", "two attentions a layer", {}),
@@ -68,4 +68,8 @@ NOT_PACKED = [
     ("mamba", "state space", {}),
 ]
 FAMILIES = PACKED + NOT_PACKED
-RUN_PACKED = {name for name, _, _ in PACKED}
+# transformers 5.24 wrote the attention of these anew: they run packed since, and padded before.
+REWRITTEN = ["codegen", "gptj"]
+RUN_PACKED = {name for name, _, _ in PACKED} | {
+    name for name in REWRITTEN if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS")
+}

@@ -195,8 +195,6 @@ def test_nothing_is_left_of_a_step():
 
 def test_what_runs_by_code_of_its_own_is_refused_still():
     for family, why in (
-        ("gptj", "0 times"),
-        ("codegen", "0 times"),
         ("gpt_neo", "0 times"),
         ("bloom", "position_ids"),
         ("diffllama", "more than once"),

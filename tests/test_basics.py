@@ -16,7 +16,7 @@ from batchlab.models import tiny_model
 from helpers import draws, in_threads, one_thread
 
 pytestmark = one_thread
-FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "gpt_neox", "bloom", "mamba")
+FAMILIES = "llama mistral qwen3 gemma3 gpt2 gpt_neox bloom mpt mamba".split()
 FOLDER = Path(__file__).resolve().parents[1] / "batchlab/basics"
 model = functools.cache(tiny_model)
 

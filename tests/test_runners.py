@@ -22,7 +22,7 @@ from helpers import ROOT, generated, one_thread, oracle, some_ids, spoil
 from invariants import check_invariants, check_pool
 
 sys.path.append(str(ROOT / "nbs"))
-from families import FAMILIES, RUN_PACKED
+from families import FAMILIES, REWRITTEN, RUN_PACKED
 
 pytestmark = one_thread
 SPECIAL = {name: how for name, _, how in FAMILIES}
@@ -92,7 +92,7 @@ def nan_cache(model, num_blocks, size=16, shapes=None):
 # --- families
 
 
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", [*SPECIAL, *REWRITTEN])
 def test_which_families_run_packed(name):
     model = tiny(name)
     before = model.config._attn_implementation, [x.training for x in model.modules()]

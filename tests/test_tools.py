@@ -236,7 +236,7 @@ def test_junk_is_refused_in_one_line(a, b, c):
             assert "\n" not in str(e) and len(str(e)) < 500
 
 
-@pytest.mark.parametrize("depth", [150, 450, 5000])
+@pytest.mark.parametrize("depth", [150, 450, 5000, 100_000])
 def test_deep_schemas_are_refused_or_held(depth):
     deep = {"type": "null"}
     for _ in range(depth):
@@ -246,7 +246,7 @@ def test_deep_schemas_are_refused_or_held(depth):
     except BadRequest as e:
         assert e.param == "tools"
     else:
-        assert depth < 5000
+        assert depth <= 5000  # Python 3.13 reads deeper than 3.11
 
 
 def test_what_no_grammar_holds_is_held_to_names_and_types():

@@ -105,6 +105,8 @@ def warm(command, cwd, env, input=None, stdout=None, stderr=None, timeout=50, im
 
 
 if __name__ == "__main__":
+    # It comes with torch for a GPU, and counts its leaks on standard error where a fork ends.
+    sys.modules["triton"] = None
     import batchlab.api, batchlab.cli  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401

@@ -71,8 +71,7 @@ def merge(caches: Sequence[RowCache]) -> RowCache:
     """One cache of the rows of all `caches`, shorter ones padded on the left."""
     longest = max(cache.get_seq_length() for cache in caches)
     merged = RowCache()
-    for i in range(len(caches[0].layers)):
-        layers = [cache.layers[i] for cache in caches]
+    for i, layers in enumerate(zip(*(cache.layers for cache in caches))):
         keys, values = (
             torch.cat([F.pad(x, (0, 0, longest - x.shape[2], 0)) for x in of])
             for of in ([layer.keys for layer in layers], [layer.values for layer in layers])
@@ -116,9 +115,11 @@ class BatchEngine(SoloEngine):
         return forward(self.model, ids, self.cache, positions, mask)
 
     def leave(self, requests: list[Session]) -> None:
+        if not requests:
+            return
         stay = [i for i, r in enumerate(self.running) if r not in requests]
-        left, self.running = len(self.running) - len(stay), [self.running[i] for i in stay]
-        if self.cache is not None and left:
+        self.running = [self.running[i] for i in stay]
+        if self.cache is not None:
             self.lengths = self.lengths[stay]
             unused = self.cache.get_seq_length() - int(self.lengths.max()) if stay else 0
             self.cache = self.cache.select(stay, slice(unused, None)) if stay else None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
-from .decode import RowCache, right_mask
+from .decode import RowCache, RowLayer, right_mask
 from .padding import PaddedEngine
 from .prefill import Session, forward
 
@@ -48,10 +48,10 @@ def common_prefix(prompts: Sequence[Sequence[int]], chunk_size: int = CHUNK) -> 
 def broadcast(cache: RowCache, num_rows: int) -> RowCache:
     """A cache of `num_rows` rows that all read the one row of `cache`: expanded, not copied."""
     shared = RowCache()
-    for i, layer in enumerate(cache.layers):
-        shared.update(layer.keys[:, :, :0], layer.values[:, :, :0], i)
+    for layer in cache.layers:
+        shared.layers.append(RowLayer())
         rows = (x.expand(num_rows, -1, -1, -1) for x in (layer.keys, layer.values))
-        shared.layers[i].hold(*rows)
+        shared.layers[-1].hold(*rows)
     return shared
 
 # %% ../../nbs/1_basics/04_prefix.ipynb #0f1cd382
@@ -61,9 +61,8 @@ def align_right(cache: RowCache, lengths: Tensor) -> None:
     source = (torch.arange(n, device=lengths.device) + lengths[:, None]) % n  # [B, n]
     at = source[:, None, :, None]
     for layer in cache.layers:
-        keys, values = layer.keys, layer.values
-        sizes = [(-1, x.shape[1], -1, x.shape[3]) for x in (keys, values)]
-        layer.hold(keys.gather(2, at.expand(sizes[0])), values.gather(2, at.expand(sizes[1])))
+        both = layer.keys, layer.values
+        layer.hold(*(x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in both))
 
 # %% ../../nbs/1_basics/04_prefix.ipynb #081efc92
 @torch.inference_mode()

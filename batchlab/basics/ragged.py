@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from .decode import RowCache
 from .padding import agree
-from .prefill import SoloEngine, Session, Sampler, greedy
+from .prefill import SoloEngine, Session, Sampler, cached, greedy
 
 # %% ../../nbs/1_basics/05_ragged.ipynb #a419c855
 def masks_for(model: PreTrainedModel, sees: Tensor, distance: Tensor) -> Tensor | dict[str, Tensor]:
@@ -84,7 +84,7 @@ class RaggedEngine(SoloEngine):
         masks = masks_for(self.model, self.owned(slots) & (distance >= 0), distance)
         for request, tokens in rows:
             request.num_computed += len(tokens)
-        past = dict(attention_mask=masks, past_key_values=self.cache, use_cache=True)
+        past = dict(attention_mask=masks) | cached(self.model, self.cache)
         last = torch.tensor([len(tokens) for _, tokens in rows], device=ids.device).cumsum(0) - 1
         out = self.model(input_ids=ids[None], position_ids=at[None], logits_to_keep=last, **past)
         return out.logits[0]
@@ -137,4 +137,5 @@ def can_pack(model: PreTrainedModel) -> bool:
         second = engine.execute([(r, row[-1:]) for r, row in zip(requests, rows)])
     except Exception:  # it takes no such mask, positions or cache
         return False
-    return agree(alone, first, second)
+    takes = cached(model, engine.cache, position_ids=True)  # and not what it swallows
+    return "position_ids" in takes and agree(alone, first, second)

@@ -6,7 +6,7 @@
 __all__ = ['KVShape', 'kv_shapes', 'kv_bytes_per_token', 'reserve', 'is_consecutive', 'KVCache']
 
 # %% ../../nbs/2_core/cache.ipynb #42a2e48d
-import contextlib, mmap, sys
+import contextlib, inspect, mmap, sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,9 +28,10 @@ def kv_shapes(model: PreTrainedModel) -> list[KVShape]:
     rightly. Before the model is loaded, `kv_bytes_per_token` estimates from its config."""
     cache = DynamicCache()
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
-    layers: list[Any] = cache.layers
-    return [(l.keys.shape[1], l.keys.shape[3], l.values.shape[3]) for l in layers]
+    known = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"  # as before transformers 5.24
+    model(input_ids=ids, use_cache=True, **{name: cache})
+    return [(k.shape[1], k.shape[3], v.shape[3]) for k, v, *_ in cache]
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> int:
