@@ -42,7 +42,7 @@ def mix(rng, vocab_size, most=8):
 def test_slots_on_drawn_mixes(family):
     "Ten a family: any number of slots, any chunk, prompts that come late, some of them cancelled."
     m, eos = model(family), eos_ids_of(model(family))
-    way = dict(bloom="padded", mamba="alone").get(family, "packed")
+    way = dict(bloom="padded", mpt="padded", mamba="alone").get(family, "packed")
     reused = 0
     for seed in range(draws(10)):
         rng = random.Random(seed)

@@ -154,9 +154,7 @@ def test_seeds_filters_penalties_and_stop_strings_are_replayed():
     assert report.ok and report.requests == 6
 
 
-@pytest.mark.parametrize(
-    "arch", ["gemma2", "gpt_oss", "qwen3_moe", "gpt2", "phi3", "gptj", "codegen"]
-)
+@pytest.mark.parametrize("arch", "gemma2 gpt_oss qwen3_moe gpt2 phi3 gptj codegen".split())
 def test_families(arch):
     llm = LLM(tiny_model(arch), max_num_seqs=2)
     params = [
