@@ -689,13 +689,15 @@ def test_a_table_that_can_not_be_written_for_a_while(server, monkeypatch):
     assert server.texts(server.run(asks(6))) == alone(asks(6))
 
 
-def test_an_error_inside_ends_the_batch_and_not_the_runner(server, monkeypatch):
+@pytest.mark.parametrize("error", [ValueError("within"), SystemExit()])
+def test_an_error_inside_ends_the_batch_and_not_the_runner(server, monkeypatch, error):
     def broken(*_):
-        raise ValueError("within")
+        raise error
 
     monkeypatch.setattr("batchlab.serve.batches.LiveRun.steps", broken)
     done = server.run(asks(1))
-    assert done["status"] == "failed" and "ValueError" in done["errors"]["data"][0]["message"]
+    assert done["status"] == "failed"
+    assert type(error).__name__ in done["errors"]["data"][0]["message"]
     monkeypatch.undo()
     assert server.run(asks(1))["status"] == "completed"
 

@@ -22,10 +22,6 @@ def test_readme_commands():
     assert "nbdev_test" in second and "pytest" in second
 
 
-def test_readme_is_short():
-    assert len(re.sub(r"<!--.*?-->", "", README, flags=re.S).split()) <= 1200
-
-
 def test_the_tour_ends_with_a_list_of_all_chapters():
     _, listed = "\n".join(BOOK["cells"](BOOK["TOUR"], "markdown")).split("## Chapters\n")
     linked = {*re.findall(r"\]\(([\w/-]+\.ipynb)\)", listed)}
@@ -51,13 +47,6 @@ def shown(path):
 @pytest.mark.parametrize("path", BOOK["notebooks"](), ids=lambda p: p.stem)
 def test_outputs_hold_no_machine_path(path):
     assert not [t for t in shown(path) if MACHINE_PATH.search(t)]
-
-
-def test_machine_path_is_seen():
-    for bad in ('File "/home/ann/x.py"', "'/tmp/tmpab12/m.gguf'", r"C:\Users\ann"):
-        assert MACHINE_PATH.search(bad)
-    for good in ("tokens/s and 1/2", "see https://x.org/home/page", "/v1/chat", "a/tmp/b"):
-        assert not MACHINE_PATH.search(good)
 
 
 def entries(name):

@@ -587,17 +587,24 @@ def test_a_cancel_that_comes_too_late_does_not_reach_the_next_of_that_name():
 
 
 def test_a_model_that_can_not_be_run_any_more_ends_requests_and_not_the_thread(caplog, monkeypatch):
-    ends, refuse = {}, raising(MemoryError("no room for other weights"))
+    ends, refuse = [], raising(MemoryError("no room for other weights"))
+
+    def listen(e):
+        ends.append(e.finish_reason)
+        if len(ends) < 2:  # tries again at once
+            llm.add_request([5], GREEDY, listen)
+
     with LLM(tiny_model("llama")) as llm:
         right(llm)
         with torch.no_grad():
             llm.model.lm_head.weight.mul_(1)
         with monkeypatch.context() as m:
             m.setattr("batchlab.llm.loaded.probe_model", refuse)
-            llm.add_request([5], GREEDY, noting(ends), request_id="bad")
+            llm.add_request([5], GREEDY, listen)
+            until(lambda: len(ends) == 2)
             assert "no room for other weights" in llm.generate([6], GREEDY)[0].error
         right(llm)
-    assert ends["bad"].outputs[0].finish_reason == "error" and len(ends) == 1
+    assert ends == ["error"] * 2
 
 
 def test_stop_and_close_from_several_threads():
@@ -1205,6 +1212,21 @@ def test_a_callback_that_fails_ends_the_answers_of_its_prompt_that_still_run(cap
     drain(llm)
     assert told[-1] == (1, "error", True) and [e for *_, e in told].count(True) == 1
     assert llm.stats().requests["error"] >= 1 and not llm.loop.groups
+
+
+@pytest.mark.parametrize("where", ["callback", "queued", "forward", "ended"])
+def test_an_exit_in_the_thread_ends_what_it_hits_and_not_the_thread(where, caplog):
+    "Asked for by a callback, or by a watcher."
+    caplog.set_level(logging.CRITICAL, "batchlab")
+    llm, told, leave = LLM(tiny_model("llama")), [], raising(SystemExit)
+    listen = lambda e: told.append(e.finish_reason) or where == "callback" and leave()
+    with llm:
+        thread = llm.loop.thread
+        llm.watchers.append(lambda _, event, x: event == where and leave())
+        llm.add_request([5], GREEDY, listen)
+        until(lambda: not llm.has_unfinished)
+        assert told[-1] == ("error" if where in ("callback", "forward") else "length")
+        assert llm.loop.thread is thread
 
 
 def test_paused_it_hears_and_makes_no_step_and_nothing_is_lost():

@@ -24,13 +24,14 @@ from helpers import (
     write_lines,
 )
 from warm import warm
+from filelock import FileLock
 from hypothesis import example, given, strategies as st
 
 from batchlab import LLM, JobError, SamplingParams
 from batchlab.api.run import options_of
 from batchlab.jobs.job import Job, Run
 from batchlab.jobs.journal import drop_side, journal_of, settings_file
-from batchlab.jobs.progress import JobResult
+from batchlab.jobs.progress import JobResult, Progress
 from batchlab.jobs.lines import ParamsCache, parse_line
 from batchlab.models import tiny_model, tiny_tokenizer
 
@@ -362,21 +363,19 @@ def test_answers_that_came_in_any_order_are_put_in_order(tmp_path, job):
     assert ids() == ["r0", "r1", "r2", "r3"]
 
 
-def test_one_run_at_a_time(tmp_path, job):
+@pytest.mark.parametrize("name", ["err.jsonl", "link.jsonl"])
+def test_one_run_at_a_time(tmp_path, job, name):
+    "Whatever the file is called."
+    (tmp_path / "link.jsonl").symlink_to("err.jsonl")
     side = tmp_path / "err.jsonl.batchlab"
     side.mkdir()
-    code = f"from filelock import FileLock; l = FileLock({str(side / 'lock')!r}); l.acquire(); print(1, flush=True); input()"
-    p = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    p.stdout.readline()
-    one = job([ask(1)], error_file="err.jsonl")
-    with pytest.raises(JobError, match="another run is writing .*err.jsonl"):
+    one = job([ask(1)], error_file=name)
+    writing = pytest.raises(JobError, match=f"another run is writing .*{name}")
+    with FileLock(side / "lock"), writing:
         one.run(llm())
-    p.communicate(b"\n")
     assert not (tmp_path / "out.jsonl.batchlab").exists()  # of what was refused nothing is left
     assert one.run(llm()).answered == 1
-    names = ["err.jsonl", "in.jsonl", "out.jsonl"]
+    names = ["err.jsonl", "in.jsonl", "link.jsonl", "out.jsonl"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
@@ -420,11 +419,12 @@ def test_a_foreign_file_is_left_alone(tmp_path, job, name, force):
 def test_a_finished_output_is_done(tmp_path, job, name):
     "It is not gone on with, and answers of its lines are asked for once."
     again, out = functools.partial(job, output=name, ordered=True), tmp_path / name
-    out.symlink_to(tmp_path / "there")
+    out.symlink_to(tmp_path / f"its-{name}")
     begun = again([ask(i) for i in range(3)], limit=2).run(llm())
     assert (begun.answered, settings_file(out).exists()) == (2, True)
     os.utime(out, (2**31, 2**31))  # by another machine's clock
-    assert (again().run(llm()).before, settings_file(out).exists()) == (2, False)
+    by_file = again(output=f"its-{name}").run(llm())
+    assert (by_file.before, settings_file(out).exists()) == (2, False)
     kept = out.read_bytes()
     for change in ({}, dict(sampling_params=dict(top_k=4)), dict(retry_errors=True)):
         result = again(**change).run(None)
@@ -803,6 +803,11 @@ def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
     plan = jobs.JobPlan(prompt_tokens=30, shared_tokens=10, max_output_tokens=8)
     plan.prompt_rates, plan.output_rates = (1, 2), (2, 4)
     assert (plan.least_seconds, plan.seconds) == (10, 1.25 * (20 + 4))
+    sample = jobs.PromptSample(3)
+    for i in range(30):
+        sample.add(i, [i], None)
+    found = [ids for ids, _ in sample.some]
+    assert len(found) == 3 and max(found) > [9] and min(sample.longest)[0] == 27
 
 
 @pytest.mark.parametrize(
@@ -874,3 +879,6 @@ def test_a_summary_says_how_many_drafted_tokens_were_right(job):
     said = f"{stats.accepted_tokens} of {stats.drafted_tokens} drafted tokens were right"
     assert said in str(result) and result.figures["drafted_tokens"] == stats.drafted_tokens
     assert JobResult(10, answered=6, before=4, seconds=2).left() == 4
+    said = []
+    Progress(JobResult(10, answered=6), said.append, use_tqdm=False, every=0).update()
+    assert said[0].startswith("6 of 10 done, 0 failed, ")

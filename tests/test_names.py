@@ -123,7 +123,7 @@ def test_arguments_of_vllm(folder, lines):
         model=folder,
         tokenizer=folder,
         dtype="bfloat16",
-        gpu_memory_utilization=0.4,
+        gpu_memory_utilization=0.9,
         tensor_parallel_size=2,
         kv_cache_memory_bytes=2**20,
         enforce_eager=True,
@@ -134,7 +134,7 @@ def test_arguments_of_vllm(folder, lines):
     assert (made.model.dtype, made.limits.kv_bytes) == (torch.bfloat16, 2**20)
     assert made.get_tokenizer()("a") == tiny()[1]("a")
     [said] = [s for s in lines() if "without effect" in s]
-    idle = ("gpu_memory_utilization=0.4", "tensor_parallel_size=2", "enforce_eager", "trust_remote")
+    idle = ("gpu_memory_utilization=0.9", "tensor_parallel_size=2", "enforce_eager", "trust_remote")
     assert all(k in said for k in idle) and "seed" not in said
     with pytest.raises(ModelError):
         LLM(folder, "./nowhere")

@@ -113,20 +113,3 @@ def test_version():
     ini = configparser.ConfigParser(delimiters=["="])
     ini.read(ROOT / "settings.ini", encoding="utf-8")
     assert batchlab.__version__ == ini["DEFAULT"]["version"] == version("batchlab")
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "batchlab").rglob("[!_]*.py")), ids=lambda p: p.stem
-)
-def test_every_global_name_exists(path):
-    # A name that only the notebook imports works there and fails in the package.
-    import builtins, dis, importlib, types
-
-    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    todo, missing = [compile(path.read_text(encoding="utf-8"), path.name, "exec")], set()
-    while todo:
-        code = todo.pop()
-        todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
-        missing |= {n for n in names if not hasattr(module, n) and not hasattr(builtins, n)}
-    assert not missing

@@ -65,15 +65,6 @@ def test_what_to_do_instead_of_a_command(args, instead, capsys):
     assert f"unknown command {command!r}: there was one, but " in said and instead in said
 
 
-@pytest.mark.parametrize(
-    "flags", ["--gpu-memory-utilization 0.5", "--enforce-eager", "--swap-space=2"]
-)
-def test_flags_of_vllm_that_would_change_nothing(flags, capsys):
-    assert main(["generate", "Hi", *flags.split()]) == 2
-    [said] = capsys.readouterr().err.splitlines()
-    assert "would change nothing here: leave it out" in said
-
-
 @pytest.mark.parametrize("call, kind, field, instead", REMOVED)
 def test_what_to_do_instead(call, kind, field, instead):
     with pytest.raises(kind) as e:

@@ -180,6 +180,13 @@ def new_of(path: str | Path) -> str:
     return f"{os.path.realpath(path)}.batchlab.new"
 
 
+def side_of(output: str | Path) -> Path:
+    """The folder beside `output` while a job writes it. Where a link leads elsewhere, there, so that
+    a file has one, whatever it is called."""
+    file = os.path.realpath(output) if os.path.islink(output) else output
+    return Path(f"{file}.batchlab")
+
+
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[str]:
     """Give the name of a new file, which takes the place of file `path` at the end, whole and on
@@ -222,7 +229,7 @@ def export_records(
     ) as e:
         raise JobError(
             f"can't write {output} ({str(e)[:200]}): the answers are safe beside it; choose "
-            f"another kind of input or output (.jsonl, .csv), or take them from {output}.batchlab",
+            f"another kind of input or output (.jsonl, .csv), or take them from {side_of(output)}",
             1,
         ) from e
     except OSError as e:

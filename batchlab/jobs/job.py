@@ -23,7 +23,7 @@ from batchlab.jobs.fields import (
     columns_of,
     input_remarks,
 )
-from .formats import Raw, as_json, export_records
+from .formats import Raw, as_json, export_records, side_of
 from batchlab.jobs.journal import (
     AnswerFile,
     Ledgerbook,
@@ -36,7 +36,6 @@ from batchlab.jobs.journal import (
     raw_records,
     recover,
     settings_file,
-    side_of,
     sort_records,
     without_failures,
     write_settings,
@@ -82,11 +81,9 @@ def in_good_order(
     lines = run.lines()
     while block := [*itertools.islice(lines, run.job.look_ahead)]:
         run.outbox.expect(line.number for line in block)
-        good = [x for line in block if (x := begin(line))]
+        waiting = dict(enumerate(x for line in block if (x := begin(line))))
         run.flush()
-        order, waiting = good_order(outlines(good)), dict(enumerate(good))
-        del good
-        for i in order:
+        for i in good_order(outlines([*waiting.values()])):
             yield waiting.pop(i)  # not kept to the block's end
 
 # %% ../../nbs/6_jobs/41_jobs.ipynb #599cd2c0
@@ -194,8 +191,6 @@ def lock(path: str | Path, stack: ExitStack) -> None:
     "Hold the lock beside `path` until `stack` closes. Raises `JobError` if another process has it."
     folder = side_of(path)
     file = folder / "lock"
-    if not folder.absolute().parent.is_dir():
-        raise JobError(f"can't write {path} (no such folder)")
     stack.callback(suppress_os, folder.rmdir)
     held = FileLock(file, timeout=0)
     for tries in range(100):  # another run may take the folder away as it ends
@@ -441,8 +436,10 @@ class Job(JobFields):
         "Give the `Outbox`, with its files open. Raises `JobError`."
         with ExitStack() as stack:
             paths = [journal_of(p) for p in (self.output, self.error_file) if p]
-            made = [StandardOutput() if p == "-" else AnswerFile(p) for p in paths]
-            files = [stack.enter_context(closing(f)) for f in made]
+            files = [
+                stack.enter_context(closing(StandardOutput() if p == "-" else AnswerFile(p)))
+                for p in paths
+            ]
             form = as_json if self.grows else as_journal
             yield Outbox(files[0], files[-1], self.ordered, self.names, form)
 

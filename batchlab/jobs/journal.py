@@ -17,7 +17,7 @@ from typing import Any
 
 from ..machine import version
 from ..errors import JobError, Option
-from .formats import as_json, new_of, read_lines, records_of, whole_file
+from .formats import as_json, new_of, read_lines, records_of, side_of, whole_file
 from .lines import JobLine
 from .tables import OPENERS, TABLES, UNNAMED, AnswerNames, TableFile, file_kind
 
@@ -31,10 +31,8 @@ class AnswerFile:
     "A file that grows by whole records. Raises `JobError` when the disk is full."
 
     def __init__(self, path: str | Path) -> None:
-        self.path: str | Path = Path(path)
+        self.path: str | Path = path
         try:
-            if self.path.exists() and not self.path.is_file():
-                raise no_file(path)
             self.fd = os.open(
                 path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666
             )
@@ -308,11 +306,6 @@ def write_settings(side: str | Path, now: dict[str, Any], force: bool = False) -
     )
 
 # %% ../../nbs/6_jobs/journal.ipynb #66668350
-def side_of(output: str | Path) -> Path:
-    "The folder beside `output` while a job writes it."
-    return Path(f"{output}.batchlab")
-
-
 def settings_file(output: str | Path) -> Path:
     return side_of(output) / "settings.json"
 

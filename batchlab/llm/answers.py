@@ -7,7 +7,7 @@ __all__ = ['Answers', 'tokens_of', 'finished', 'collect']
 
 # %% ../../nbs/4_llm/llm_answers.ipynb #96c2aad1
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 from .inputs import Bar, ParsedPrompt, check_bar, log_failures
@@ -49,16 +49,14 @@ def tokens_of(event: StreamEvent) -> int:
     return len(event.token_ids)
 
 # %% ../../nbs/4_llm/llm_answers.ipynb #7a0b144f
-def finished(
-    events: Generator[StreamEvent], on_step: Callable[[int], object] | None = None
-) -> Iterator[tuple[int, RequestOutput]]:
-    """Yield `(index, RequestOutput)` of each prompt that `events` tell of, as it ends; `on_step`
-    is called with the number of new tokens as they come."""
+def finished(events: Generator[StreamEvent], bar: CallBar) -> Generator[tuple[int, RequestOutput]]:
+    """Yield `(index, RequestOutput)` of each prompt that `events` tell of, as it ends; `bar` counts
+    it, and the new tokens as they come."""
     with contextlib.closing(events) as coming:
         for e in coming:
-            if on_step and (k := tokens_of(e)):
-                on_step(k)
+            bar.count(tokens_of(e))
             if e.output is not None:
+                bar.update()
                 yield e.index, e.output
 
 
@@ -68,13 +66,8 @@ def collect(
     """The outputs of all `total` prompts that `events` tell of, in input order, under a progress
     bar if that was asked for, or may be seen. Raises `ParamError`."""
     check_bar(use_tqdm)
-    done: dict[int, RequestOutput] = {}
-    with CallBar(total, use_tqdm) as bar, contextlib.closing(events) as coming:
-        for event in coming:
-            bar.count(tokens_of(event))
-            if event.output is not None:
-                done[event.index] = event.output
-                bar.update()
+    with CallBar(total, use_tqdm) as bar, contextlib.closing(finished(events, bar)) as coming:
+        done = dict(coming)
     outs = Outputs(done[i] for i in range(total))
     log_failures(outs)
     return outs

@@ -13,7 +13,7 @@ from typing import Self
 
 from ..core.request import Request
 from ..errors import BatchlabError, EngineError
-from .delivery import Delivery, stats_of
+from .delivery import Delivery, StepThread, faults, stats_of
 from .engines import Engines
 from .outputs import RequestGroup, Stats, StreamEvent
 from ..machine import release_threads, signals_held
@@ -157,7 +157,7 @@ class Loop:
                 try:
                     try:
                         moved = self.engines.step()
-                    except Exception as e:
+                    except faults() as e:
                         moved = self._lose(e)
                     for r in moved:
                         self.delivery.tell(r)
@@ -177,14 +177,13 @@ class Loop:
         for r in [r for g in list(self.groups.values()) for r in g.requests if r.finish_reason]:
             self.delivery.tell(r)
 
-    def _lose(self, e: Exception) -> list[Request]:
+    def _lose(self, e: BaseException) -> list[Request]:
         """An engine itself failed with `e`, by no request's fault: those that it had end, and it
         goes on without."""
-        log.error("the engine failed, and goes on without the requests that it had", exc_info=e)
-        kinds, failed = self.engines.kind_of, self.engines.last_kind
+        failed = self.engines.last_kind
         self.engines[failed].reset()
-        had = [r.group for r, kind in [*kinds.items()] if kind == failed and r.group]
-        self.delivery.fail(had, "the engine failed with", e)
+        had = [r.group for r, kind in self.engines.kind_of.items() if kind == failed and r.group]
+        self.delivery.fail(had, "the engine failed", e)
         return []
 
     def _withdraw(self, groups: Sequence[RequestGroup]) -> None:
@@ -206,10 +205,11 @@ class Loop:
         if self.inbox and not self.engines.busy_kinds:
             try:
                 self.engines.begin_call()
-            except Exception as e:  # the thread goes on, for it serves others too
-                why = "the model can not be run as it is now"
-                log.error(why, exc_info=e)
-                self.delivery.fail(list(self.groups.values()), f"{why}:", e)
+            except faults() as e:  # the thread goes on, for it serves others too
+                with self.progress:  # who comes from now on is not among them
+                    self.inbox.clear()
+                    lost = [*self.groups.values()]
+                return self.delivery.fail(lost, "the model can not be run as it is now", e)
         while self.inbox:
             group, reason = self.inbox.popleft()
             if reason:
@@ -262,7 +262,7 @@ class Loop:
         release_threads()  # the steps are the other thread's now
         with self.progress:
             if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name="batchlab", daemon=True)
+                self.thread = StepThread(target=self._run, name="batchlab", daemon=True)
                 self.thread.start()
         return self
 
@@ -292,12 +292,15 @@ class Loop:
                 if self.stopping == "cancel":
                     with self.progress:
                         self.inbox.extend((g, "cancelled") for g in self.groups.values())
-                if self.has_unfinished and (self.stopping or not self.paused):
-                    self.step()
-                else:
-                    if self.inbox or self.deadlines:
+                try:
+                    if self.has_unfinished and (self.stopping or not self.paused):
+                        self.step()
+                    elif self.inbox or self.deadlines:
                         self.take_in()
-                    self._wait()
+                except BaseException as e:  # those that wait would wait for ever
+                    with self.hold():
+                        self.delivery.fail([*self.groups.values()], "the engine's thread failed", e)
+                self._wait()
         finally:
             with self.progress:
                 self.thread, self.stopping, self.paused = None, None, False

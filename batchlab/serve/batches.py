@@ -17,9 +17,9 @@ from filelock import FileLock, Timeout
 from pydantic import ConfigDict, Field
 
 from ..errors import EngineError, JobError, ParamError
-from ..jobs.formats import Raw
+from ..jobs.formats import Raw, side_of
 from ..jobs.job import Job, LocalRun, Run, in_good_order
-from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers, side_of
+from ..jobs.journal import Ledgerbook, Outbox, drop_side, recover_answers
 from ..jobs.lines import JobLine, ParamsCache, failure_record, json_object
 from ..jobs.responses import Metadata
 from ..jobs.schema import URLS, as_bad_request, endpoint_of, tokens_used
@@ -750,11 +750,11 @@ class Worker:
                         continue
                 self.work(item)
                 tries = 0
-            except Exception as e:  # no room for the table, or no engine: it can be done again
+            except BaseException as e:  # no room for the table, or no engine: it can be done again
                 if isinstance(e, EngineError):
                     waits = "%s: %s wait until the server is started again"
                     return log.warning(waits, e, self.kind)
-                log.error("%s can not go on, and are tried again: %s", self.kind, e)
+                log.error("%s can not go on, and are tried again: %r", self.kind, e)
                 with self.changed:
                     self.stopping or self.changed.wait(min(60, 2**tries))
                 tries += 1
@@ -822,7 +822,7 @@ def error_list(*errors: dict[str, Any]) -> dict[str, Any]:
     return dict(object="list", data=[blank | e for e in errors])
 
 
-def failure_errors(e: Exception, folder: Path) -> dict[str, Any]:
+def failure_errors(e: BaseException, folder: Path) -> dict[str, Any]:
     """The `errors` of a batch that `e` ended. What it says of the server's `folder` and of
     commands is not for clients."""
     code = "server_error"
@@ -940,5 +940,5 @@ def run_batch(runner: BatchRunner, batch: dict[str, Any]) -> None:
         end_batch(store, id, "completed")
     except (EngineError, OSError, sqlite3.Error):
         raise
-    except Exception as e:
+    except BaseException as e:  # an exit, too: it would end this thread alone
         end_batch(store, id, "failed", errors=failure_errors(e, store.path / "files"))

@@ -222,7 +222,7 @@ class ResponseRunner(Worker):
     def work(self, item: bool) -> None:
         try:
             run_waiting(self)
-        except Exception:
+        except BaseException:
             self.news = True
             raise
 

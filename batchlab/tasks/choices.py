@@ -288,8 +288,7 @@ def choose(
         lora_request=[adapter for _, adapter, *_ in asked],
     )
     with CallBar(len(read), use_tqdm) as bar:
-        for i, out in finished(llm.events(read, longest_first=True), bar.count):
+        for i, out in finished(llm.events(read, longest_first=True), bar):
             note_scores(asked[i][0], asked[i][2], out)
-            bar.update()
     log_failures(found)
     return found
