@@ -19,6 +19,7 @@ from helpers import (
     by_line,
     chat,
     draws,
+    json_lines,
     line,
     needs,
     one_thread,
@@ -730,18 +731,18 @@ def tree(folder):
     return {p.relative_to(folder).as_posix(): bytes_of(p) for p in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    "names, words",
-    [
-        (["thesis.docx"], "in use"),
-        (["files/thesis.docx"], "in use"),
-        (["files/photos/2025/a.jpg", "notes.txt"], "in use"),
-        (["files/file-1.jsonl"], "in use"),
-        (["lock"], "in use"),
-        (["lost/x", "a", "b", "c", "d"], "in use"),
-        ([""], "data"),
-    ],
-)
+NAMES = """
+[["thesis.docx"], "in use"]
+[["files/thesis.docx"], "in use"]
+[["files/photos/2025/a.jpg", "notes.txt"], "in use"]
+[["files/file-1.jsonl"], "in use"]
+[["lock"], "in use"]
+[["lost/x", "a", "b", "c", "d"], "in use"]
+[[""], "data"]
+"""
+
+
+@pytest.mark.parametrize("names, words", json_lines(NAMES))
 def test_a_folder_of_others_is_refused_and_stays(tmp_path, names, words):
     for path in [tmp_path / "data" / name for name in names]:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -828,9 +829,15 @@ def test_killed_while_a_file_comes_or_goes(tmp_path):
     store.close()
 
 
-def test_a_removal_that_fails_loses_nothing(server, monkeypatch):
-    def replace(*_):
-        raise PermissionError(13, "in use")
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_removal_that_fails_loses_nothing(server, monkeypatch, moved):
+    real = os.replace
+
+    def replace(path, to):
+        if moved:
+            real(path, to)
+        if not moved or to.suffix == ".gone":
+            raise PermissionError(13, "in use")
 
     id = server.upload(asks(1))["id"]
     monkeypatch.setattr(os, "replace", replace)

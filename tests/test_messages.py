@@ -6,10 +6,12 @@ from functools import partial
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from batchlab.serve.messages import chat_of_message
+from batchlab.jobs.settings import BadRequest
+from batchlab.serve.messages import chat_of_message, message_error
 from helpers import (
     by_a_failing_engine,
     drawn,
+    json_lines,
     junk,
     needs,
     nothing_left,
@@ -244,17 +246,17 @@ def test_why_an_answer_ended(s, web, stream):
 # tools
 
 
-@pytest.mark.parametrize(
-    "choice, chat",
-    [
-        (dict(type="any"), "required"),
-        (dict(type="any", disable_parallel_tool_use=True), "required"),
-        (dict(type="tool", name="now"), dict(type="function", function=dict(name="now"))),
-        (dict(type="auto"), "auto"),
-        (dict(type="none"), "none"),
-        (None, None),
-    ],
-)
+CHOICES = """
+[{"type": "any"}, "required"]
+[{"type": "any", "disable_parallel_tool_use": true}, "required"]
+[{"type": "tool", "name": "now"}, {"type": "function", "function": {"name": "now"}}]
+[{"type": "auto"}, "auto"]
+[{"type": "none"}, "none"]
+[null, null]
+"""
+
+
+@pytest.mark.parametrize("choice, chat", json_lines(CHOICES))
 def test_calls_are_those_of_a_chat(tools, choice, chat):
     body = ASK | dict(tools=TOOLS, tool_choice=choice, max_tokens=200)
     own = body | dict(tools=FUNCTIONS, tool_choice=chat)
@@ -443,6 +445,7 @@ def test_errors_by_status(web):
     ):
         assert error_of(r) == (status, kind) and word in r.text
         assert ("base" in r.text) == (word == "base URL")
+    assert len(message_error(BadRequest("x" * 2000))[1]["error"]["message"]) == 1001
 
 
 def test_a_thread_is_refused_by_the_code_for_which_clients_send_all_messages(web):

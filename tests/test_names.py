@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import pytest, torch
 
-from helpers import ROOT, assistant, needs, same, user
+from helpers import ROOT, assistant, json_lines, needs, same, user
 from test_package import py
 
 from batchlab import LLM, AsyncLLM, SamplingParams
@@ -51,17 +51,17 @@ def lines(caplog, monkeypatch):
 # --- settings
 
 
-@pytest.mark.parametrize(
-    "kw, words",
-    [
-        (dict(temprature=1), "'temperature'"),
-        (dict(temprature=None), "'temperature'"),
-        (dict(max_new_tokens=4), "'max_tokens'"),
-        (dict(guided_json={}), "guided_json"),
-        (dict(do_sample=True), "do_sample"),
-        (dict(best_of=2), "best_of"),
-    ],
-)
+SETTINGS = """
+[{"temprature": 1}, "'temperature'"]
+[{"temprature": null}, "'temperature'"]
+[{"max_new_tokens": 4}, "'max_tokens'"]
+[{"guided_json": {}}, "guided_json"]
+[{"do_sample": true}, "do_sample"]
+[{"best_of": 2}, "best_of"]
+"""
+
+
+@pytest.mark.parametrize("kw, words", json_lines(SETTINGS))
 def test_a_setting_that_there_is_not_is_refused_with_a_near_name(kw, words):
     with pytest.raises(TypeError, match=words):
         SamplingParams(**kw)
@@ -394,15 +394,15 @@ def test_a_greedy_default_keeps_what_a_prompt_samples_by(llm):
     assert first.outputs[0].token_ids == plain.outputs[0].token_ids
 
 
-@pytest.mark.parametrize(
-    "kw",
-    [
-        dict(logprobs=5, logprob_token_ids=[1]),
-        dict(logprob_token_ids=[]),
-        dict(logprobs_mode="raw_logits"),
-        dict(structured_outputs=dict(jsno={})),
-    ],
-)
+IDLE = """
+{"logprobs": 5, "logprob_token_ids": [1]}
+{"logprob_token_ids": []}
+{"logprobs_mode": "raw_logits"}
+{"structured_outputs": {"jsno": {}}}
+"""
+
+
+@pytest.mark.parametrize("kw", json_lines(IDLE))
 def test_settings_without_effect_are_refused(kw):
     with pytest.raises(ParamError, match="json" if "jsno" in str(kw) else next(reversed(kw))):
         SamplingParams(**kw)
@@ -462,7 +462,9 @@ def test_settings_of_a_call_and_of_a_prompt(llm):
     assert [o.outputs[0].token_ids for o in outs] == [want.outputs[0].token_ids] * 4
     assert outs[2].params == GREEDY
     theirs = vllm.LLM(*tiny())
-    assert theirs.chat(TALK, GREEDY, chat_template_content_format="auto")[0].error is None
+    [out] = theirs.chat(TALK, GREEDY, None, None, "{{ messages[0].content }}", "auto")
+    assert (out.error, out.prompt) == (None, "hi")
+    refused(ParamError, "lora_request", theirs.chat, TALK, lora_request=7)
 
 
 def test_requests_that_failed_are_counted_by_reason(llm, lines):

@@ -4,7 +4,7 @@ import asyncio, functools, json, re
 
 import pytest
 
-from helpers import BOOK, ROOT, needs, scripted, tiny_llm, user
+from helpers import BOOK, ROOT, json_lines, needs, scripted, tiny_llm, user
 
 needs("execnb.shell")
 
@@ -110,18 +110,18 @@ def test_what_pages_name_is_there(pages):
     assert {page: names for page, names in wrong.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "text, name",
-    [
-        ("`--max-num-seq` is", "--max-num-seq"),
-        ("POST to `/v1/chat/completion`", "/v1/chat/completion"),
-        ("`LLM(max_num_seq=4)` has", "LLM(max_num_seq=…)"),
-        ("```python\nllm.generate(p, verfy=True)\n```", "llm(verfy=…)"),
-        ("as `llm.generat` does", "llm.generat"),
-        ("`batchlab generate --quantization int9 a` says", "int9"),
-        ("`batchlab answer`", "unknown command"),
-    ],
-)
+MISNAMED = r"""
+["`--max-num-seq` is", "--max-num-seq"]
+["POST to `/v1/chat/completion`", "/v1/chat/completion"]
+["`LLM(max_num_seq=4)` has", "LLM(max_num_seq=…)"]
+["```python\nllm.generate(p, verfy=True)\n```", "llm(verfy=…)"]
+["as `llm.generat` does", "llm.generat"]
+["`batchlab generate --quantization int9 a` says", "int9"]
+["`batchlab answer`", "unknown command"]
+"""
+
+
+@pytest.mark.parametrize("text, name", json_lines(MISNAMED))
 def test_a_name_that_is_not_there_is_found(text, name, pages):
     [said] = pages.misnamed(text)
     assert name in said

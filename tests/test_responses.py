@@ -10,6 +10,7 @@ from helpers import (
     assistant,
     by_a_failing_engine,
     drawn,
+    json_lines,
     junk,
     needs,
     posted,
@@ -389,25 +390,17 @@ def chat_tools(*tools):
     return [dict(type="function", function=f) for f in own]
 
 
-CHOICES = [
-    ("required", "required"),
-    (dict(type="function", name="weather"), dict(type="function", function=dict(name="weather"))),
-    (
-        dict(type="allowed_tools", mode="required", tools=[dict(type="function", name="now")]),
-        dict(
-            type="allowed_tools",
-            allowed_tools=dict(
-                mode="required", tools=[dict(type="function", function=dict(name="now"))]
-            ),
-        ),
-    ),
-    ("auto", "auto"),
-    ("none", "none"),
-]
+CHOICES = """
+["required", "required"]
+[{"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}]
+[{"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}}]
+["auto", "auto"]
+["none", "none"]
+"""
 
 
 @pytest.mark.parametrize(
-    "ours, theirs", CHOICES, ids=["required", "named", "allowed", "auto", "none"]
+    "ours, theirs", json_lines(CHOICES), ids=["required", "named", "allowed", "auto", "none"]
 )
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_are_those_of_the_chat(tools, ours, theirs, parallel):

@@ -22,8 +22,18 @@ from batchlab.models import control
 from batchlab.models.lengths import chars_in
 from batchlab.serve.answers import RETRY_AFTER, StreamedAnswer, merged
 from batchlab.serve.app import create_app, listen, url_of
-from helpers import added_up, assistant, by_a_failing_engine, events_of, junk, nothing_left
-from helpers import paused_after, posted, same, server_process, serving, tiny_llm, until, user
+from helpers import added_up, assistant, by_a_failing_engine, events_of, json_lines, junk
+from helpers import (
+    nothing_left,
+    paused_after,
+    posted,
+    same,
+    server_process,
+    serving,
+    tiny_llm,
+    until,
+    user,
+)
 
 LONG = dict(max_tokens=200, extra_body=dict(ignore_eos=True))
 TALK = [user("Hello")]
@@ -340,6 +350,18 @@ def test_models(client):
         client.models.retrieve("an/other")
 
 
+BODIES = """
+["/v1/completions", {"prompt": "a"}]
+["/v1/responses", {"input": "a"}]
+["/v1/responses/input_tokens", {"input": "a"}]
+["/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}]
+["/v1/embeddings", {"input": "a"}]
+["/score", {"text_1": "a", "text_2": "b"}]
+["/tokenize", {"prompt": "a"}]
+["/detokenize", {"tokens": [5]}]
+"""
+
+
 def test_other_names_of_the_model():
     with serving(others=["/models/tiny", "org/tiny"]) as s:
         for name in ("tiny", "/models/tiny", "org/tiny", None):
@@ -347,9 +369,10 @@ def test_other_names_of_the_model():
         assert s.web.get("/v1/models/org/tiny").json()["id"] == "tiny"
 
 
-def test_a_model_that_is_none_names_those_that_there_are(web, monkeypatch):
+@pytest.mark.parametrize("path, body", json_lines(BODIES))
+def test_a_model_that_is_none_names_those_that_there_are(web, monkeypatch, path, body):
     monkeypatch.setattr("batchlab.serve.answers.adapter_names", lambda llm: ["pirate", "poet"])
-    r = web.post(TEXT, json=dict(prompt="a", model="pirat"))
+    r = web.post(path, json=body | dict(model="pirat"))
     said = r.json()["error"]["message"]
     assert r.status_code == 404 and all(repr(x) in said for x in ("tiny", "pirate", "poet"))
 
@@ -574,28 +597,23 @@ def test_bad_requests(s, web, body, word, status, code, stream):
     until(lambda: nothing_left(s))
 
 
-@pytest.mark.parametrize(
-    "method, path, word",
-    [
-        ("GET", "/", ""),
-        ("GET", "/docs", ""),
-        ("GET", "/v1/batches", "--data FOLDER"),
-        *(
-            ("POST", path, word)
-            for path, word in (
-                ("//v1/chat/completions", "base_url"),
-                ("/v1/v1/chat/completions", "base_url"),
-                ("/chat/completions", "base_url"),
-                ("/v1/completions/", "base_url"),
-                ("/v1/files", "--data FOLDER"),
-                ("/v1/responses/resp_1/cancel", "--data FOLDER"),
-                ("/v1/audio/speech", CHAT),
-                ("/v1/moderations", "/v1/moderations"),
-                ("/v2/nope", "/v1/models"),
-            )
-        ),
-    ],
-)
+PATHS = """
+["GET", "/", ""]
+["GET", "/docs", ""]
+["GET", "/v1/batches", "--data FOLDER"]
+["POST", "//v1/chat/completions", "base_url"]
+["POST", "/v1/v1/chat/completions", "base_url"]
+["POST", "/chat/completions", "base_url"]
+["POST", "/v1/completions/", "base_url"]
+["POST", "/v1/files", "--data FOLDER"]
+["POST", "/v1/responses/resp_1/cancel", "--data FOLDER"]
+["POST", "/v1/audio/speech", "/v1/chat/completions"]
+["POST", "/v1/moderations", "/v1/moderations"]
+["POST", "/v2/nope", "/v1/models"]
+"""
+
+
+@pytest.mark.parametrize("method, path, word", json_lines(PATHS))
 def test_paths_that_are_not_served(web, method, path, word):
     r = web.request(method, path, json={})
     e = r.json()["error"]
@@ -1003,22 +1021,22 @@ def test_the_command_s_flags():
     assert lines[1:] == ["batchlab: stopping\n", "batchlab: stopped\n"]
 
 
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        ("--port 65536", "65535"),
-        ("--port x", "--port"),
-        ("--port TAKEN", "--port"),
-        ("--host 256.0.0.1 --port 0", "256.0.0.1"),
-        ("--api-key=\t", "API key"),
-        ("--max-pending 0", "--max-pending"),
-        ("--temperature 1", "--temperature"),
-        ("a/model --model b", "b"),
-        ("--allowed-origins a.example", "a.example"),
-        ("--allowed-origins https://a.example/x", "a.example/x"),
-        ("--model no/such/model --port 0", "no/such/model"),
-    ],
-)
+MISTAKES = r"""
+["--port 65536", "65535"]
+["--port x", "--port"]
+["--port TAKEN", "--port"]
+["--host 256.0.0.1 --port 0", "256.0.0.1"]
+["--api-key=\t", "API key"]
+["--max-pending 0", "--max-pending"]
+["--temperature 1", "--temperature"]
+["a/model --model b", "b"]
+["--allowed-origins a.example", "a.example"]
+["--allowed-origins https://a.example/x", "a.example/x"]
+["--model no/such/model --port 0", "no/such/model"]
+"""
+
+
+@pytest.mark.parametrize("args, words", json_lines(MISTAKES))
 def test_mistakes_in_flags(args, words, capsys):
     from batchlab.cli import main
 

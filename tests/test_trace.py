@@ -18,6 +18,7 @@ from batchlab.core.ledger import Ledger
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.core.runners import PackedRunner
 from batchlab.view.trace import Recorder, StepLog
+from batchlab.view.drawing import Canvas, axis
 from batchlab.view.viewer import POLICY, view_html, write_page
 from batchlab.view.tracefile import LEDGER_FIELDS, PARTS, SlotRun, TraceRow, Trace, slot_runs
 from helpers import examples, greedy, ids
@@ -339,6 +340,7 @@ def test_files(tmp_path):
     llm.generate(["Grüße, 世界 🎉", "a\nb"], sampled(9, seed=1))
     path = llm.recorder.save(tmp_path / "t.json")
     assert Trace.load(path).data == llm.recorder.data == json.loads(path.read_text())
+    assert {*"a\nb"} <= {*llm.recorder.tokens.values()}
     with pytest.raises(OSError):
         llm.recorder.save(tmp_path / "no" / "such.json")
     with pytest.raises(TypeError):
@@ -418,11 +420,57 @@ def test_pictures(count):
             assert 0 < float(t.getAttribute("y")) < p.height
 
 
+SHAPES = """
+M400 14h100v19H400z
+M100 70h20v20H100z
+M120 70h10v20H120zM120 80h20v10H120z
+100 14 99.4 19
+request 7: prefill, slot 0, steps 0 to 2
+400 17.6 99.4 11.8
+request 7: decode, slot 0, steps 6 to 8
+100,34 100,38
+200,34 200,38
+300,34 300,38
+400,34 400,38
+500,34 500,38
+100,34 500,34
+64 31 531.9 20
+a: 3 useful
+596.5 31 176.9 20
+a: 1 padding, or fed after the end
+64,60 64,64
+241.5,60 241.5,64
+419,60 419,64
+596.5,60 596.5,64
+774,60 774,64
+64,60 774,60
+64 96 11 11
+132.8 96 11 11
+"""
+
+
+def test_shapes_lie_where_their_numbers_say():
+    "Two runs of a slot with a pause between, an axis, and what two tokens of a prompt see; then the bar of a ledger."
+    c, lane = Canvas(), [SlotRun(0, 2, "prefill", 7, 5), SlotRun(2, 4, "decode", 7, 2)]
+    steps = [dict(start=t, schedule=0, forward=1, sample=0, text=0) for t in (0, 1, 6, 7)]
+    at = pictures.edges(
+        Trace(dict(steps=steps)), "time"
+    )  # the engine had nothing to do for a while
+    pictures.draw_lanes(c, {("packed", 0): lane}, 100, 500, 20, at)
+    axis(c, 100, 500, 0, 4, "steps")
+    pictures.draw_seen(c, TraceRow(0, 0, 2, 2, 0, 1, 1), 100, 10, 20)
+    svg = c.picture("a", "b").svg + pictures.waste(dict(a=Ledger(useful=3, padded=1))).svg
+    shape = r'x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)" f|points="(.*?)"|tle>([^<]*: [^<]*)|d="(M.*?)"'
+    found = [" ".join(filter(None, x)) for x in re.findall(shape, svg)]
+    assert found == SHAPES.strip().split("\n")
+
+
 def test_many_steps_become_few_shapes():
     "A trace of thousands of steps is put together to the width of the picture."
     llm = made(max_num_seqs=2)
     with llm.trace() as trace:
-        llm.generate([[5], [6, 7, 8]], greedy(60))
+        llm.generate([[5], [5, 7, 8]], greedy(60))
+    assert "4 tokens, 3 if" in pictures.prefixes(trace).desc
     data = trace.data
     steps = [s | dict(step=i, start=i * 0.01) for i, s in enumerate(data["steps"] * 80)]
     long = Trace(data | dict(steps=steps))
@@ -493,6 +541,8 @@ def test_traces_without_drafts_are_read():
     for step in data["steps"]:
         step["rows"] = [row[:7] for row in step["rows"]]
     old = Trace(data)
+    assert TraceRow(*data["steps"][0]["rows"][0]).drafts == 0
     assert old.ledger.drafted == old.ledger.rejected == 0 < old.ledger.useful
-    assert old.events()["traceEvents"] and "wrong" not in pictures.waste(old).desc
-    assert "7 wrong drafts" in pictures.waste(dict(a=Ledger(useful=5, rejected=7))).desc
+    assert old.events()["traceEvents"] and "wrong" not in pictures.waste(old).svg
+    svg = pictures.waste(dict(a=Ledger(useful=5, rejected=7))).svg
+    assert re.search("7 wrong drafts.*>drafts that were wrong<", svg)

@@ -11,7 +11,7 @@ from helpers import BOOK, needs, scripted, until
 
 from batchlab import LLM, SamplingParams
 from batchlab.models import tiny_model, tiny_tokenizer
-from batchlab.view.drawing import Picture
+from batchlab.view.drawing import Picture, esc
 from batchlab.view.widgets import LiveView, WatchedRequest, WidgetBox, Watch, live, request_html
 
 
@@ -52,8 +52,12 @@ def test_texts_are_the_engines(llm):
         SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(5)
     ]
     alone = [llm.generate(p, q)[0].outputs[0] for p, q in zip(PROMPTS, params)]
-    view = LiveView(llm, PROMPTS, params)
+    view = LiveView(llm, PROMPTS, params, rows=2)
     assert view.wait(60)
+    view.one.value = 4
+    shown = view.texts.value
+    assert re.findall(r"<b>(\d)</b>", shown) == ["3", "4"] and esc(alone[4].text) in shown
+    assert "<svg" in view.slots.value
     assert [r.text for r in view.watch.requests] == [a.text for a in alone]
     assert [r.num_tokens for r in view.watch.requests] == [len(a.token_ids) for a in alone]
     assert view.watch.num_tokens == sum(len(a.token_ids) for a in alone)
@@ -66,6 +70,7 @@ def test_pause_holds_and_step_is_one(llm):
     view = LiveView(llm, PROMPTS[:2], LONG)
     until(lambda: view.watch.num_tokens > 4)
     view.pause.click()
+    until(lambda: "<b>paused" in view.status.value)
     until(lambda: steps_stand_still(llm))
     before = llm.stats().steps
     view.step.click()

@@ -353,7 +353,7 @@ class TextAnswer(Answer):
         "The whole answer, whose outputs are `outs`."
         a = self.asked
         choices = list[dict[str, Any]]()
-        p = self.asked.params
+        p = a.params
         read = partial(parse_answer, a.tool_format, a.tools) if a.tools else None  # (text, key)
         for i, o in enumerate(outs):
             shown, first = self.shown(o)
@@ -437,14 +437,14 @@ class StreamedAnswer(TextAnswer):
     def begin(self) -> Any:
         "What writes the parts."
         a = self.asked
-        p = self.asked.params
+        p = a.params
         asked = a.kind, self.name, self.model, p.logprobs, p.logprob_token_ids
         return Parts(*asked, a.usage, a.tools, a.tool_format)
 
     def since(self, i: int, o: RequestOutput) -> bytes:
         "The parts that output `o` of prompt `i` adds."
         a = self.asked
-        p = self.asked.params
+        p = a.params
         if a.echo and p.prompt_logprobs is not None and not o.finished:
             return b""  # they are known at the end
         (shown, first), (prompt, each) = self.shown(o), self.ids_of(o)

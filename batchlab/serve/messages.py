@@ -14,12 +14,11 @@ from pydantic_core import from_json
 
 from ..errors import ParamError
 from batchlab.jobs.schema import (
-    MESSAGE,
-    STATUS,
     ApiRequest,
     Deltas,
     Items,
     as_bad_request,
+    error_body,
     named_event,
     parse_chat,
     renaming,
@@ -532,13 +531,11 @@ def is_messages(path: str) -> bool:
 
 def message_error(e: BadRequest) -> tuple[int, dict[str, Any]]:
     "`(status, body)` of the error `e`, as this API has them."
-    status = STATUS.get(e.code, 400)
+    said = f"prompt is too long: {e}" if e.code == "context_length_exceeded" else str(e)
+    status, body = error_body(said, e.code)
     status = {408: 504, 503: 529}.get(status, status)
     kind = TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    said = f"prompt is too long: {e}" if e.code == "context_length_exceeded" else str(e)
-    if len(said) > MESSAGE:
-        said = f"{said[:MESSAGE]}…"
-    error: dict[str, Any] = dict(type=kind, message=said)
+    error: dict[str, Any] = dict(type=kind, message=body["error"]["message"])
     if e.param == "thread":  # by which clients know to send all messages
         error["details"] = dict(error_code="thread_unsupported_request", unsupported=[])
     return status, dict(type="error", error=error, request_id=f"req_{secrets.token_hex(12)}")

@@ -248,10 +248,12 @@ def written_lines(c: Canvas, x: float, s: str) -> None:
 
 def legend(c: Canvas, x: float, kinds: Iterable[tuple[str, str]]) -> None:
     "A line of `(kind, label)` at `c.y`, which moves on: of those kinds that the canvas has."
-    for kind, label in [(kind, label) for kind, label in kinds if c.has(kind)]:
+    for kind, label in kinds:
+        if not c.has(kind):
+            continue
         if x + 24 + 5.8 * len(label) > c.width:
             x = 16
-            c.y = c.y + 17
+            c.y += 17
         c.rect(x, c.y, 11, 11, kind)
         c.text(x + 16, c.y + 9.5, label, "dim")
         x += 34 + 5.8 * len(label)

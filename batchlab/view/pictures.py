@@ -88,13 +88,11 @@ def share_idle(lanes: Lanes) -> float:
     return (kinds["idle"] + kinds["blocked"]) / max(1, kinds.total())
 
 # %% ../../nbs/8_view/pictures.ipynb #bcd5b471
-def edges(trace: Trace, by: str = "steps") -> list[float]:
-    """The beginnings of all steps, and the end of the last one: in steps, or in seconds since the
-    recording began."""
-    steps = trace.steps
+def edges(trace: Trace, by: str = "steps") -> list[tuple[float, float]]:
+    "The beginning and the end of each step: in steps, or in seconds since the recording began."
     if by == "steps":
-        return [steps[0]["step"] + i for i in range(len(steps) + 1)]
-    return [s["start"] for s in steps] + [step_end(steps[-1])]
+        return [(s["step"], s["step"] + 1) for s in trace.steps]
+    return [(s["start"], step_end(s)) for s in trace.steps]
 
 # %% ../../nbs/8_view/pictures.ipynb #86b16711
 ROW_KINDS = dict(
@@ -135,26 +133,26 @@ def draw_lanes(
     left: float,
     right: float,
     high: float,
-    at: Sequence[float] | None = None,
+    at: Sequence[tuple[float, float]] = (),
     unit: str = "steps",
 ) -> None:
     """Draw `lanes` at `c.y`, which moves on: a row of `high` pixels for each slot, steps from
     `left` to `right`.
 
-    `at`: where in `unit` each step begins and the last one ends; None counts steps. If there are
+    `at`: where in `unit` each step begins and ends; without it they are counted. If there are
     few runs, those of a request are a shape each, else all of a kind are one."""
     if not lanes:
         return
     num_runs = sum(map(len, lanes.values()))
     apart = num_runs < 400
     pixel = 1 if num_runs < 10_000 else max(1, len(lanes) / 12)
-    at = at or range(1 + max(lane[-1].end for lane in lanes.values() if lane))
-    x = scale(at[0], at[-1], left, right)
+    at = at or [(i, i + 1) for i in range(max(lane[-1].end for lane in lanes.values() if lane))]
+    x = scale(at[0][0], at[-1][1], left, right)
     place = x if apart else lambda v: round(x(v) / pixel) * pixel
     for (_, slot), lane in lanes.items():
         for run in lane:
-            start = at[run.first]
-            end = at[run.end]
+            start = at[run.first][0]
+            end = at[run.end - 1][1]
             tip = ""
             if apart and run.request is not None:
                 cached = f", {run.cached:.0%} of its tokens cached" if run.cached else ""
@@ -175,18 +173,19 @@ def timeline(traces: _Traces, by: str = "steps") -> Picture:
     c = Canvas()
     left = 58
     panels = {name: (slot_runs(t.steps), edges(t, by)) for name, t in traces.items()}
-    x = scale(0, max(at[-1] - at[0] for _, at in panels.values()), left, c.right)
+    x = scale(0, max(at[-1][1] - at[0][0] for _, at in panels.values()), left, c.right)
     high = row_height(len(panels) * max(len(lanes) for lanes, _ in panels.values()))
     for name, (lanes, at) in panels.items():
-        steps = len(at) - 1
-        right = x(at[-1] - at[0])
+        steps = len(at)
+        first, last = at[0][0], at[-1][1]
+        right = x(last - first)
         said.append(
             f"{name}: {steps} step{'s' * (steps > 1)}, {share_idle(lanes):.0%} of the places in "
             "them empty"
         )
         heading(c, left, said[-1])
         draw_lanes(c, lanes, left, right, high=high, at=at, unit=by)
-        axis(c, left, right, at[0], high=at[-1], label=unit, whole=by == "steps")
+        axis(c, left, right, first, high=last, label=unit, whole=by == "steps")
     return finished_picture(
         c,
         left,

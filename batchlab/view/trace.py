@@ -655,12 +655,11 @@ class Live(Recorder):
             num_steps=steps.num_steps,
         )
 
-    def look(self, wait: float = 0) -> dict[str, Any] | None:
-        """The newest snapshot, or None at first; for any thread but the one that steps. It is of
-        this moment if no step is being made, or none within `wait` seconds; else of an earlier
-        step, and the next one makes another."""
+    def look(self) -> dict[str, Any] | None:
+        """The newest snapshot, or None at first; for any thread but the one that steps. It waits
+        for no step: while one is made it is of an earlier one, and the next makes another."""
         loop = self.llm.loop
-        if (self.wanted or wait) and loop.mutex.acquire(timeout=wait):
+        if self.wanted and loop.mutex.acquire(blocking=False):
             try:
                 self.make_snapshot()
             finally:

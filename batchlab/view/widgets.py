@@ -320,7 +320,7 @@ class LiveView(WidgetBox):
             llm.loop.pause()
         for p, q in zip(prompts, params):
             watch.add(p, q, chat=chat)
-        self._build(watch, min(rows, len(prompts)))
+        self._build(watch, rows)
         self.paint()
         self.painter = threading.Thread(target=self._paint_on, name="batchlab-widget", daemon=True)
         if llm.loop.thread is None:
@@ -359,8 +359,8 @@ class LiveView(WidgetBox):
         """Show the state of this moment. What is as it was is not sent again: a trait that gets
         an equal value keeps still."""
         watch = self.watch
-        requests = self.watch.requests
-        self.paints = self.paints + 1
+        requests = watch.requests
+        self.paints += 1
         self.status.value = watch_line(watch, self.llm.loop.paused)
         self.slots.value = panel_html(watch_picture(watch).svg)
         first = max(0, min(self.one.value, len(requests) - self.rows))
