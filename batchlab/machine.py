@@ -102,10 +102,9 @@ def cache_dir() -> Path:
     platform's user cache folder.
 
     Raises `ModelError` for a user without a home folder."""
-    if given := os.environ.get("BATCHLAB_CACHE"):
-        return expanded(given).absolute()
+    given = os.environ.get("BATCHLAB_CACHE")
     try:
-        return Path(user_cache_dir("batchlab")).absolute()
+        return expanded(given or user_cache_dir("batchlab")).absolute()
     except RuntimeError as e:
         raise _no_home("the cache folder") from e
 

@@ -351,7 +351,7 @@ def mixed(arch):
 
 @pytest.mark.parametrize("arch", (*TINY_ARCHS, "gemma2", "gpt_bigcode"))
 def test_all_runners_give_the_models_own_tokens(arch):
-    model, (prompts, n_tokens) = tiny_model(arch, seed=1), mixed(arch)
+    model, (prompts, n_tokens) = tiny(arch, seed=1), mixed(arch)
     want, layout = oracle(model, prompts, n_tokens), kv_layout(model)
     assert [generated(model, p, n) for p, n in zip(prompts, n_tokens)] == want
     runs = {name: (*way, None) for name, way in ways(model, layout, 3).items()}

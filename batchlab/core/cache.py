@@ -26,11 +26,11 @@ def kv_shapes(model: PreTrainedModel) -> list[KVShape]:
 
     Exact: found by running one token, since configs name these differently and not always
     rightly. Before the model is loaded, `kv_bytes_per_token` estimates from its config."""
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    known = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in known else "past_key_values"  # as before transformers 5.24
-    model(input_ids=ids, use_cache=True, **{name: cache})
+    # transformers 5.24 gave it another name
+    known = "cache" in inspect.signature(model.forward).parameters
+    model(input_ids=ids, use_cache=True, **{"cache" if known else "past_key_values": cache})
     return [(k.shape[1], k.shape[3], v.shape[3]) for k, v, *_ in cache]
 
 
