@@ -793,7 +793,7 @@ def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
     from batchlab.jobs import planning as jobs
 
     limits = dict(max_num_seqs=8, max_num_batched_tokens=64, compile=False)
-    llm, ticks = LLM(tiny_model("llama"), tiny_tokenizer(), **limits), iter(range(10**6))
+    llm, ticks = LLM(tiny_model("llama"), tiny_tokenizer(), **limits), iter(range(5, 10**6))
     monkeypatch.setattr(jobs, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     # one step reads all, each further one writes four tokens
     assert jobs.speed(llm, [[5 + i] * 8 for i in range(4)], 16) == (4 * 8 / 1, 4)
