@@ -596,7 +596,9 @@ USED = {
     '"guided_grammar": "x"': dict(structured_outputs=dict(grammar="x")),
     '"logprobs": 2': dict(logprobs=2),
     '"logprobs": true, "top_logprobs": 3': dict(logprobs=3),
-    '"tools": [], "stream": false, "best_of": 1, "tool_choice": "none", "detokenize": true': {},
+    """"tools": [], "stream": false, "best_of": 1, "tool_choice": "none", "detokenize": true, "suffix": "",
+        "use_beam_search": false, "spaces_between_special_tokens": true, "function_call": "none", "echo": false,
+        "functions": [], "modalities": ["text"], "logits_processors": []""": {},
     '"score": NaN, "max_tokens": 2': dict(max_tokens=2),  # as Python writes what is missing
     '"temperature": 1e400': dict(temperature="1e400"),
 }
