@@ -14,14 +14,6 @@ MACHINE_PATH = re.compile(
 )
 
 
-def test_readme_commands():
-    first, second, *_ = re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)
-    for block in (first, second):
-        assert block.startswith("pip install -c constraints.txt ") and block.count("\n") == 1
-    assert "batchlab generate" in first
-    assert "nbdev_test" in second and "pytest" in second
-
-
 def test_the_tour_ends_with_a_list_of_all_chapters():
     _, listed = "\n".join(BOOK["cells"](BOOK["TOUR"], "markdown")).split("## Chapters\n")
     linked = {*re.findall(r"\]\(([\w/-]+\.ipynb)\)", listed)}

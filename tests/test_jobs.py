@@ -596,7 +596,9 @@ USED = {
     '"guided_grammar": "x"': dict(structured_outputs=dict(grammar="x")),
     '"logprobs": 2': dict(logprobs=2),
     '"logprobs": true, "top_logprobs": 3': dict(logprobs=3),
-    '"tools": [], "stream": false, "best_of": 1, "tool_choice": "none", "detokenize": true': {},
+    """"tools": [], "stream": false, "best_of": 1, "tool_choice": "none", "detokenize": true, "suffix": "",
+        "use_beam_search": false, "spaces_between_special_tokens": true, "function_call": "none", "echo": false,
+        "functions": [], "modalities": ["text"], "logits_processors": []""": {},
     '"score": NaN, "max_tokens": 2': dict(max_tokens=2),  # as Python writes what is missing
     '"temperature": 1e400': dict(temperature="1e400"),
 }
@@ -793,7 +795,7 @@ def test_a_speed_that_is_tried_is_a_possible_one(monkeypatch):
     from batchlab.jobs import planning as jobs
 
     limits = dict(max_num_seqs=8, max_num_batched_tokens=64, compile=False)
-    llm, ticks = LLM(tiny_model("llama"), tiny_tokenizer(), **limits), iter(range(10**6))
+    llm, ticks = LLM(tiny_model("llama"), tiny_tokenizer(), **limits), iter(range(5, 10**6))
     monkeypatch.setattr(jobs, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     # one step reads all, each further one writes four tokens
     assert jobs.speed(llm, [[5 + i] * 8 for i in range(4)], 16) == (4 * 8 / 1, 4)

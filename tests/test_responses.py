@@ -363,12 +363,14 @@ def test_an_engine_that_fails_ends_the_stream_with_an_event():
     assert last["output"][0]["status"] == "incomplete"
 
 
-def test_what_a_model_thinks_is_an_item_before_the_answer():
+def test_what_a_model_thinks_is_an_item_before_the_answer(tmp_path):
     "Which alone has log probabilities."
     from test_thinking import TALK, llm
 
+    asked = dict(input=TALK, temperature=0, max_output_tokens=24, top_logprobs=1)
+    [row] = on_lines([asked], tmp_path, llm.__wrapped__(), "a.csv")
+    assert (row["text"], row["reasoning"]) == ("xyz", "ab c")
     with serving(llm=llm.__wrapped__()) as s, client_of(s, strict=True) as client:
-        asked = dict(input=TALK, temperature=0, max_output_tokens=24, top_logprobs=1)
         events = events_of(s, **asked)
         for got in (whole(s, **asked), check_events(events)):
             assert [item["type"] for item in got["output"]] == ["reasoning", "message"]
