@@ -41,7 +41,7 @@ def packed(file, want):
         else:
             changed = int((found != panels).flatten(1).any(1).sum())
             found.copy_(panels)
-        kept.note(changed)
+        kept.changed += changed
         mine.append(found)
     return kept, mine
 

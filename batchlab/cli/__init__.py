@@ -170,11 +170,13 @@ def open_output(args: Namespace) -> TextIO:
 # %% ../../nbs/7_serve/cli.ipynb #60c33f35
 class _PutOff(ModuleType):
     """A package that is run once something of it is wanted, or one of its modules, that is no
-    decorator for `torch.compile`."""
+    decorator for `torch.compile` and not the class of distributed tensors."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("allow_in_graph", "assume_constant_result", "disable"):
             return lambda f=None, *_, **__: f or (lambda g: g)
+        if name == "DTensor":
+            return _PutOff  # nothing is one
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         me: Any = self
@@ -188,12 +190,14 @@ def import_less() -> None:
     not use. Where one of them is another than is known here, it imports all."""
     import torch
 
-    if spec := "torch._dynamo" not in sys.modules and find_spec("torch._dynamo"):
-        sys.modules[spec.name] = compiler = module_from_spec(spec)
-        with contextlib.suppress(ImportError):  # for masks, and of no size
-            import_module("torch._dynamo._trace_wrapped_higher_order_op")
-        del compiler.__path__
-        compiler.__class__ = _PutOff
+    for name in ("torch._dynamo", "torch.distributed.tensor"):
+        if spec := name not in sys.modules and find_spec(name):
+            sys.modules[name] = package = module_from_spec(spec)
+            with contextlib.suppress(ImportError):  # of the first, for masks, and of no size
+                import_module(f"{name}._trace_wrapped_higher_order_op")
+            del package.__path__
+            package.__class__ = _PutOff
+    setattr(torch.distributed, "tensor", sys.modules.get(name))
     there = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:

@@ -568,7 +568,7 @@ def fuse(
     packs = linear is pack_linears and in_blocks(model)
     kept = panels_of(model, kernels) if packs else None
     packed = partial(linear, kept=kept) if packs else PlainLinear
-    with attention_override(model), quick_rows(model, kernels):
+    with attention_override(model), quick_rows(model, kernels, probe.tokens):
         if packs:
             with why_not():
                 _ = probe.alone  # now, as the pages of the file go while its weights are packed

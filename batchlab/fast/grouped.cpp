@@ -90,24 +90,28 @@ static inline i64 number_at(const Form& f, i64 o, i64 k) {
     return f.bits == 4 ? ((k / 16 * 4 + eight) * 16 + lane) * 8 + k % 16 / 2 : (k / 2 * 4 + eight) * 16 + lane;
 }
 
-static inline uint64_t squeeze(uint64_t x) {  // numbers of 4 bits in bytes 0, 2, 4 and 6, in 16 bits
-    x &= 0x000f000f000f000f, x = (x | x >> 12) & 0x000000ff000000ff;
-    return (x | x >> 24) & 0xffff;
-}
-// An order of numbers: put(form, o, x, q) puts the numbers x of a group of output o among the numbers q of its panel. Those of
-// `FLAT` bits are then as they stay, others are bytes, see `pieces`
+typedef uint8_t b16 __attribute__((vector_size(16)));
+// An order of numbers. Those of `FLAT` bits stay as they are: put(o, x, q) puts 32 numbers x of output o among the numbers q of
+// their group. Others are bytes, see `pieces`: arrange(bits, count, line, n) is given n lines of 4 neighbours of each output, of
+// which there are `count`, and puts them in order
 struct Pairs {
     static constexpr i64 FLAT = 4;
-    static inline void put(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
-        if (f.bits != FLAT) {
-            for (i64 k = 0; k < f.group; k += 2) memcpy(q + o * 2 + k * NR, x + k, 2);
-            return;
-        }
-        for (i64 k = 0; k < f.group; k += 16) {
-            uint64_t a, b;
-            memcpy(&a, x + k, 8), memcpy(&b, x + k + 8, 8);
-            const uint64_t woven = squeeze(a) | squeeze(b) << 16 | squeeze(a >> 8) << 32 | squeeze(b >> 8) << 48;
-            memcpy(q + o * 8 + k * 16, &woven, 8);
+    static inline void put(i64 o, const int8_t* x, uint8_t* q) {
+        v4 a, b;
+        memcpy(&a, x, 16), memcpy(&b, x + 16, 16);
+        a |= a >> 12, b |= b >> 12;  // two pairs each in the lower 16 bits, the even ones first
+        const b16 v = (b16)((a & 0xffff) | b << 16);
+        const b16 woven = {v[0], v[4], v[8], v[12], v[1], v[5], v[9], v[13], v[2], v[6], v[10], v[14], v[3], v[7], v[11], v[15]};
+        memcpy(q + 8 * o, &woven, 8), memcpy(q + 8 * NR + 8 * o, (const uint8_t*)&woven + 8, 8);
+    }
+    static inline void arrange(i64, i64, uint32_t* line, i64 n) {  // the first two of each, then the others
+        for (; n--; line += NR) {
+            vu v[NV];
+            memcpy(v, line, sizeof v);
+            for (int j = 0; j < NV; j++) {
+                const vh two[] = {__builtin_convertvector(v[j], vh), __builtin_convertvector(v[j] >> 16, vh)};
+                for (int i = 0; i < 2; i++) memcpy((uint16_t*)line + NR * i + W * j, two + i, sizeof *two);
+            }
         }
     }
 };
@@ -115,8 +119,7 @@ struct Pairs {
 // As `Pairs`, for a matrix unit: of each 32 numbers of 4 bits, the k-th of an output and the 8th, 16th and 24th behind it are
 // 16 bits, and the outputs' 16 bytes lie one behind the other
 struct TilePairs : Pairs {
-    static inline void put(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
-        if (f.bits != FLAT) return Pairs::put(f, o, x, q);
+    static inline void put(i64 o, const int8_t* x, uint8_t* q) {
         uint64_t eight[4];
         memcpy(eight, x, 32);
         const __m128i low = _mm_cvtsi64_si128(eight[0] | eight[1] << 4), high = _mm_cvtsi64_si128(eight[2] | eight[3] << 4);
@@ -194,21 +197,29 @@ static void widen(i64 bits, const uint8_t* q, uint8_t zero, uint8_t* to) {
     });
 }
 
-// Fills the numbers of a block of a panel; row(o) is where those of output o are, of `count`
+// Fills the numbers of a block of a panel; row(o) is where those of output o are, of `count`, until all are there
 template <class ORDER, class F>
 static inline void put_numbers(const Form& f, uint8_t* to, i64 count, F row) {
-    alignas(64) uint8_t bytes[256 * NR];
-    const bool apart = f.bits < 8 && f.bits != ORDER::FLAT;
-    const i64 size = apart ? NR * f.group : f.numbers();
-    if (apart && count < NR) memset(bytes, 0, NR * f.block);
-    for (i64 o = 0; o < count; o++) {
-        const int8_t* x = row(o);
-        for (i64 g = 0; g < f.groups(); g++) ORDER::put(f, o, x + g * f.group, (apart ? bytes : to) + g * size);
-    }
-    by_bits(apart ? f.bits : 8, [&](auto b) {
+    alignas(64) static const int8_t none[256] = {};
+    alignas(64) uint32_t lines[64 * NR];
+    const int8_t* x[NR];
+    for (i64 o = 0; o < NR; o++) x[o] = o < count ? row(o) : none;
+    const i64 size = f.numbers(), groups = f.groups();
+    if constexpr (ORDER::FLAT > 0)
+        if (f.bits == ORDER::FLAT) {
+            for (i64 o = 0; o < count; o++)
+                for (i64 g = 0; g < groups; g++) ORDER::put(o, x[o] + 32 * g, to + g * size);
+            return;
+        }
+    pack_block([&](int o) { return (const uint32_t*)x[o]; }, lines, NR, f.block / 4);
+    ORDER::arrange(f.bits, count, lines, f.block / 4);
+    by_bits(f.bits, [&](auto b) {
         constexpr int BITS = b;
-        if constexpr (BITS < 8)
-            for (i64 g = 0; g < f.groups(); g++) put_pieces<BITS>(bytes + g * size, to + g * f.numbers());
+        const uint8_t* bytes = (const uint8_t*)lines;
+        if constexpr (BITS == 8)
+            memcpy(to, bytes, size);
+        else
+            for (i64 g = 0; g < groups; g++) put_pieces<BITS>(bytes + g * NR * f.group, to + g * size);
     });
 }
 
@@ -221,11 +232,12 @@ static void panels_of_groups(const int8_t* numbers, const T* scales, const T* of
         for (i64 g = 0; g < n; g++) {
             uint8_t* group = to + (p * n + g) * f.bytes();
             memset(group, 0, f.bytes());
-            int8_t x[32];
+            alignas(64) int8_t rows[NR][32];
             put_numbers<ORDER>(f, group + f.scales(), std::min<i64>(NR, N - p * NR), [&](i64 o) {
                 const i64 r = p * NR + o;
                 memcpy(group + o * size, (const uint8_t*)scales + (r * n + g) * size, size);
                 if (f.offsets) memcpy(group + (NR + o) * size, (const uint8_t*)offsets + (r * n + g) * size, size);
+                int8_t* x = rows[o];
                 for (i64 k = 0; k < f.group; k++) x[k] = numbers[r * K + g * f.group + k] + f.zero;
                 return x;
             });
@@ -252,12 +264,17 @@ static const Block BLOCKS[] = {
 // A block, taken apart: its whole numbers, as they are stored; its scale and offset; and by what they are multiplied for each
 // group
 struct Unpacked {
-    int8_t x[256];
+    alignas(64) int8_t x[256];
     uint16_t half[2];
     int8_t by[2][16];
 };
 static inline void nibbles(const uint8_t* q, int8_t* x, i64 n) {  // the lower halves of n bytes, then the upper ones
-    for (i64 i = 0; i < n; i++) x[i] = q[i] & 15, x[n + i] = q[i] >> 4;
+    b16 v;
+    for (i64 i = 0; i < n; i += 16) {
+        memcpy(&v, q + i, 16);
+        const b16 low = v & 15, high = v >> 4;
+        memcpy(x + i, &low, 16), memcpy(x + n + i, &high, 16);
+    }
 }
 static inline void fifth_bits(const uint8_t* h, int8_t* x) {
     uint32_t bits;
@@ -266,15 +283,24 @@ static inline void fifth_bits(const uint8_t* h, int8_t* x) {
 }
 template <int BITS>
 static inline void high_bits(const uint8_t* h, int8_t* x) {  // of each of 32 bytes the lowest bits, then the next, ...
-    for (int j = 0; j < 8 / BITS; j++)
-        for (int i = 0; i < 32; i++) x[32 * j + i] |= (h[i] >> BITS * j & ((1 << BITS) - 1)) << 4;
+    for (int i = 0; i < 32; i += 16) {
+        b16 v, number;
+        memcpy(&v, h + i, 16);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j += BITS) {
+            int8_t* at = x + 32 * j / BITS + i;
+            memcpy(&number, at, 16);
+            number |= (v >> j & (uint8_t)((1 << BITS) - 1)) << 4;
+            memcpy(at, &number, 16);
+        }
+    }
 }
 static inline void k_scales(const uint8_t* b, Unpacked& u) {  // of 8 groups: 6 bits of each are in 12 bytes
-    const uint8_t *low = b + 4, *mid = b + 8, *high = b + 12;
-    memcpy(u.half, b, 4);
-    for (int i = 0; i < 4; i++) {
-        u.by[0][i] = low[i] & 63, u.by[0][i + 4] = (high[i] & 15) | (low[i] >> 2 & 48);
-        u.by[1][i] = mid[i] & 63, u.by[1][i + 4] = high[i] >> 4 | (mid[i] >> 2 & 48);
+    uint32_t x[3];
+    memcpy(u.half, b, 4), memcpy(x, b + 4, 12);
+    for (int j = 0; j < 2; j++) {
+        const uint32_t four[] = {x[j] & 0x3f3f3f3f, (x[2] >> 4 * j & 0x0f0f0f0f) | (x[j] >> 2 & 0x30303030)};
+        memcpy(u.by[j], four, 8);
     }
 }
 static inline void unpack_k(i64 kind, const uint8_t* b, Unpacked& u) {  // of blocks of 256
@@ -304,15 +330,18 @@ static inline void unpack(i64 kind, const uint8_t* b, Unpacked& u) {
     if (five) fifth_bits(b, u.x);
 }
 template <class ORDER>
-static void pack_panel(const i64* rows, uint8_t* to, i64 count, i64 K, i64 kind) {  // of so many rows
+static void pack_panel(const i64* rows, uint8_t* to, i64 left, i64 K, i64 kind) {  // of so many rows the first NR
     const Block z = BLOCKS[kind];
     const Form f = FORMS[z.form];
-    const i64 parts = 1 + f.offsets, groups = f.groups() > 1 ? f.groups() : 0;
+    const i64 count = std::min<i64>(NR, left), parts = 1 + f.offsets, groups = f.groups() > 1 ? f.groups() : 0;
     if (count < NR) memset(to, 0, K / f.block * f.bytes());
-    Unpacked u;
+    Unpacked all[NR];
     for (i64 i = 0; i < K / f.block; i++, to += f.bytes())
         put_numbers<ORDER>(f, to + f.scales(), count, [&](i64 o) {
+            Unpacked& u = all[o];
             unpack(kind, (const uint8_t*)rows[o] + i * z.bytes, u);
+            if (o + NR < left)  // of the next panel
+                for (i64 j = 0; j < z.bytes; j += 64) __builtin_prefetch((const uint8_t*)rows[o + NR] + i * z.bytes + j, 0, 2);
             for (i64 j = 0; j < parts; j++) {
                 memcpy(to + (j * NR + o) * 2, u.half + j, 2);
                 for (i64 g = 0; g < groups; g++) to[((2 + g) * parts + j) * NR + o] = u.by[j][g];
@@ -328,13 +357,13 @@ static void panels_of_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, 
     const Form f = FORMS[BLOCKS[kind].form];
     const i64 bytes = K / f.block * f.bytes();
     i64 others = 0;
-#pragma omp parallel for schedule(dynamic) reduction(+ : others)
+#pragma omp parallel for schedule(dynamic, 4) reduction(+ : others)
     for (i64 p = 0; p < (N + NR - 1) / NR; p++) {
         static thread_local std::vector<uint8_t> room;
         uint8_t* panel = to + p * bytes;
         if (changed) room.resize(bytes);
         uint8_t* packed = changed ? room.data() : panel;
-        pack_panel<ORDER>(rows + p * NR, packed, std::min<i64>(NR, N - p * NR), K, kind);
+        pack_panel<ORDER>(rows + p * NR, packed, N - p * NR, K, kind);
         if (changed && memcmp(panel, packed, bytes)) memcpy(panel, packed, bytes), others++;
     }
     if (changed) *changed = others;
@@ -349,23 +378,24 @@ static void pack_blocks(const i64* rows, uint8_t* to, i64* changed, i64 N, i64 K
 EXPORT(pack_blocks)
 
 template <int GROUP, class T>
-static inline void scale_group(const int8_t* x, int zero, float scale, float offset, T* to) {
-    float y[GROUP];
-    for (int k = 0; k < GROUP; k++) y[k] = scale * (x[k] - zero) + offset;
-    for (int k = 0; k < GROUP; k += W) store(to + k, load(y + k));
+static inline void scale_group(int8_t* x, int zero, float scale, float offset, T* to) {
+    for (int k = 0; k < GROUP; k++) x[k] -= zero;
+    for (int k = 0; k < GROUP; k += W) store(to + k, multiply_add(load(x + k), all(scale), all(offset)));  // the product is exact
 }
 template <class T>
 static void dequantize_blocks(const i64* rows, T* to, i64 N, i64 K, i64 kind) {
     const Block z = BLOCKS[kind];
     const Form f = FORMS[z.form];
+    const i64 n = K / f.block, groups = f.groups();
 #pragma omp parallel for if (N * K > 100000)
     for (i64 r = 0; r < N; r++) {
-        Unpacked u;
-        for (i64 i = 0; i < K / f.block; i++) {
+        Unpacked u = {};
+        for (i64 i = 0; i < n; i++) {
             unpack(kind, (const uint8_t*)rows[r] + i * z.bytes, u);
-            for (i64 g = 0; g < f.groups(); g++) {
-                const auto at = [&](int j) { return one((const fp16*)u.half + j) * (f.groups() > 1 ? u.by[j][g] : 1); };
-                const float scale = at(0), offset = !f.offsets ? -0.f : f.groups() > 1 ? -at(1) : at(1);
+            const float of[] = {one((const fp16*)u.half), one((const fp16*)u.half + 1)};
+            for (i64 g = 0; g < groups; g++) {
+                const auto at = [&](int j) { return of[j] * (groups > 1 ? u.by[j][g] : 1); };
+                const float scale = at(0), offset = !f.offsets ? -0.f : groups > 1 ? -at(1) : at(1);
                 T* at_group = to + r * K + i * f.block + g * f.group;
                 if (f.group == 32)
                     scale_group<32>(u.x + g * 32, f.zero, scale, offset, at_group);

@@ -151,17 +151,17 @@ def pack_blocks(
     at = rows.data_ptr(), panels.data_ptr(), None if found is None else changed.data_ptr()
     kernels.calls[kernel, dtype](*at, len(rows), K, kind)
     if kept is not None:
-        kept.note(len(panels) if found is None else int(changed))
+        kept.changed += len(panels) if found is None else int(changed)
     return panels
 
 
 def dequantize_blocks(kernels: Kernels, weight: Any, at: slice | torch.Tensor) -> torch.Tensor:
     "The rows `at` of a `weight` `[N, K]` in blocks, as numbers of its dtype."
     rows = _block_rows([weight], at)
-    (kind, _) = BLOCKS[weight.form]
     out = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
-    lie = rows.data_ptr(), out.data_ptr()
-    kernels.calls["dequantize_blocks", weight.dtype](*lie, *out.shape, kind)
+    kernels.calls["dequantize_blocks", weight.dtype](
+        rows.data_ptr(), out.data_ptr(), *out.shape, BLOCKS[weight.form][0]
+    )
     return out
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #four0b12
@@ -178,9 +178,8 @@ def panels_of(model: nn.Module, kernels: Kernels) -> KeptPanels | None:
     blocks."""
     linears: list[Any] = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     kept = [w for w in linears if getattr(w, "form", None) in BLOCKS]
-    files = {getattr(w, "file", None) for w in kept}
-    file = files.pop() if len(files) == 1 else None
-    if file is None:
+    [file, *more] = {getattr(w, "file", None) for w in kept} or [None]
+    if file is None or more:
         return None
     forms = (BLOCKS[w.form][1] for w in kept)
     sizes = (-(-len(w) // 32) * w.shape[1] // f.block * f.nbytes + 63 for w, f in zip(kept, forms))
@@ -188,9 +187,11 @@ def panels_of(model: nn.Module, kernels: Kernels) -> KeptPanels | None:
 
 
 @contextlib.contextmanager
-def quick_rows(model: nn.Module, kernels: Kernels) -> Iterator[None]:
-    """Inside, `kernels` dequantise the weights of `model` that are in blocks. Raises `Unavailable`
-    if they read some otherwise than torch."""
+def quick_rows(
+    model: nn.Module, kernels: Kernels, tokens: torch.Tensor | None = None
+) -> Iterator[None]:
+    """Inside, `kernels` dequantise the weights of `model` that are in blocks, for products of
+    `tokens`, see `GroupedTensor`. Raises `Unavailable` if they read some otherwise than torch."""
     kept: list[Any] = [p for p in model.parameters() if getattr(p, "form", None) in BLOCKS]
     kernels.set_threads(torch.get_num_threads())
     for p in kept:
@@ -199,11 +200,11 @@ def quick_rows(model: nn.Module, kernels: Kernels) -> Iterator[None]:
             raise Unavailable(f"the kernels read {p.form} otherwise")
     try:
         for p in kept:
-            p.quick = functools.partial(dequantize_blocks, kernels, p)
+            p.quick, p.tokens = functools.partial(dequantize_blocks, kernels, p), tokens
         yield
     finally:
         for p in kept:
-            p.quick = None
+            p.quick = p.tokens = None
 
 # %% ../../nbs/4_fast/23_four_bits.ipynb #308d1d86
 @struct

@@ -213,9 +213,11 @@ static inline v4 shuffled(v4 a, v4 b) {  // of the eight numbers of a and b thes
 }
 #ifdef __AVX512F__
 static inline void turn(__m512i* x) {  // number j of x[i], of 16, becomes number i of x[j]
+#pragma GCC unroll 4
     for (int s = 1; s < W; s *= 2) {
         const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, other = lane ^ s;
         const __m512i low = (__m512i)((lane & s) == 0 ? lane : W + other), high = (__m512i)((lane & s) == 0 ? other : W + lane);
+#pragma GCC unroll 16
         for (int i = 0; i < W; i++)
             if (!(i & s)) {
                 const __m512i a = x[i], b = x[i + s];

@@ -4,13 +4,8 @@
 // As `Pairs`: four numbers are a lane, those of 8 bits plus 128
 struct Quads {
     static constexpr i64 FLAT = 0;
-    static inline void put(const Form& f, i64 o, const int8_t* x, uint8_t* q) {
-        const uint32_t flip = f.bits == 8 ? 0x80808080 : 0;
-        for (i64 k = 0; k < f.group; k += 4) {
-            uint32_t a;
-            memcpy(&a, x + k, 4), a ^= flip;
-            memcpy(q + (k / 4 * NR + o) * 4, &a, 4);
-        }
+    static inline void arrange(i64 bits, i64 count, uint32_t* lines, i64 n) {
+        for (i64 i = 0; i < n * NR && bits == 8; i++) lines[i] ^= i % NR < count ? 0x80808080 : 0;
     }
 };
 static inline i64 zero_of(const Form& f) { return f.bits == 8 ? 128 : f.zero; }

@@ -37,25 +37,21 @@ def quick_reader() -> type[GGUFReader]:
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
                 return super()._get_field_parts(orig_offs, raw_type)
-            data: Any = np.asarray(self.data)
-            number, n = struct.unpack_from("<IQ", data, orig_offs)
+            view, parts = memoryview(self.data), list[Any]()
+            number, n = struct.unpack_from("<IQ", view, orig_offs)
             kind = GGUFValueType(number)
             at = orig_offs + 12
-            parts = [data[at - 12 : at - 8].view(np.uint32), data[at - 8 : at].view(np.uint64)]
             types = [GGUFValueType.ARRAY, *[kind] * (n > 0)]
             if dtype := self.gguf_scalar_to_np.get(kind):
-                values = data[at : at + n * np.dtype(dtype).itemsize].view(dtype)
-                if len(values) != n:
-                    raise ValueError("an array goes beyond the end of the file")
-                parts += [values[i : i + 1] for i in range(n)]
-                return 12 + values.nbytes, parts, [*range(2, n + 2)], types
+                values = np.frombuffer(view, dtype, n, at)
+                return 12 + values.nbytes, [values], [0] * (n > 0), types
             if kind != GGUFValueType.STRING:
                 return super()._get_field_parts(orig_offs, raw_type)
             for _ in range(n):
-                (size,) = struct.unpack_from("<Q", data, at)
-                parts += data[at : at + 8].view(np.uint64), data[at + 8 : at + 8 + size]
+                (size,) = struct.unpack_from("<Q", view, at)
                 at += 8 + size
-            return at - orig_offs, parts, [*range(3, 2 * n + 3, 2)], types
+                parts.append(view[at - size : at])
+            return at - orig_offs, parts, [*range(n)], types
 
     return QuickReader
 
@@ -196,7 +192,7 @@ def _shifted(blocks: torch.Tensor, *by: int) -> torch.Tensor:
     return blocks[..., None, :] >> torch.tensor(by, dtype=torch.uint8)[:, None]
 
 # %% ../../nbs/3_models/gguf.ipynb #029fdc35
-QuantParts = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QuantParts = tuple[torch.Tensor, ...]
 
 
 def _k_scales(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,11 +309,12 @@ class GroupedTensor(torch.Tensor):
     any other operation all of them, each time anew.
 
     `quick`: what dequantises rows instead of torch, or None. `file`: which it is mapped from, or
-    None."""
+    None. `tokens`: None, or bool: of inputs of its shape those are multiplied, and the products of
+    others are zeros; all are if it is empty."""
 
     stored: Blocks
     quick: Callable[[slice | torch.Tensor], torch.Tensor] | None = None
-    outline = False  # inside `without_numbers`
+    tokens: torch.Tensor | None = None
     file: Path | None = None
 
     @staticmethod
@@ -370,14 +367,18 @@ class GroupedTensor(torch.Tensor):
 # %% ../../nbs/3_models/gguf.ipynb #gpieces2
 def _pieces(w: GroupedTensor) -> Iterator[slice]:
     "All rows of `w`, so many at a time that their numbers stay in a cache."
-    n = max(1, 2**21 // w.shape[1])
+    n = max(1, 2**16 // w.shape[1]) * 32
     return (slice(i, i + n) for i in range(0, len(w), n))
 
 
 def _product(x: torch.Tensor, w: GroupedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     "The product that `linear` gives, without all numbers of `w` being there at once."
-    if w.outline:
-        return x.new_zeros(*x.shape[:-1], len(w))
+    at = w.tokens
+    if at is not None and at.shape in (x.shape[:-1], (0,)):
+        out = x.new_zeros(*x.shape[:-1], len(w))
+        if len(at):
+            out[at] = _product(x[at], w, bias)
+        return out
     bias_at = lambda at: None if bias is None else bias[at]
     return torch.cat([nn.functional.linear(x, w.rows(i), bias_at(i)) for i in _pieces(w)], -1)
 
@@ -408,8 +409,8 @@ def without_numbers(model: nn.Module) -> Iterator[None]:
     kept = [p for p in model.parameters() if isinstance(p, GroupedTensor)]
     try:
         for p in kept:
-            p.outline = True
+            p.tokens = torch.empty(0)
         yield
     finally:
         for p in kept:
-            p.outline = False
+            p.tokens = None

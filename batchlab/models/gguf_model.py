@@ -336,9 +336,12 @@ class ModelTensors:
 
 # %% ../../nbs/3_models/gguf_model.ipynb #ggm00021
 class _Outline(TorchFunctionMode):
-    "Inside, what this thread has `torch.empty` make takes no memory, as a new model's weights."
+    """Inside, what this thread has `torch.empty` make takes no memory, as a new model's weights, nor
+    are first values drawn for it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "normal_":
+            return [*args, *(kwargs or {}).values()][0]
         own = dict(device="meta") if func is torch.empty else {}
         return func(*args, **(kwargs or {}) | own)
 

@@ -221,4 +221,7 @@ def read_tokenizer(file: GGUFFile, ids: dict[str, Any]) -> PreTrainedTokenizerFa
         template = dict(default=template) | more
     file.check_keys("tokenizer.", IDLE_TOKENIZER_KEYS)
     how: Any = dict(clean_up_tokenization_spaces=False, chat_template=template)
-    return PreTrainedTokenizerFast(tokenizer_object=made, **how, **names)
+    vars(made).update(__deepcopy__=lambda memo: made)  # a copy would be written and read as a text
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **how, **names)
+    vars(made).clear()
+    return tokenizer

@@ -478,9 +478,8 @@ def _packing(kind: int | None) -> str:
     from gguf import LlamaFileType
 
     known = {int(t): t.name.removeprefix("MOSTLY_") for t in LlamaFileType}
-    if kind is None or known.get(kind) in ("ALL_F32", "F16", "BF16"):
-        return ""
-    return known.get(kind, "packed")
+    name = "" if kind is None else known.get(kind, "packed")
+    return "" if name in ("ALL_F32", "F16", "BF16") else name
 
 # %% ../../nbs/3_models/load.ipynb #gguf0002
 def load_gguf(
