@@ -85,15 +85,15 @@ def test_positions_and_names_do_not_meet():
 # --- vLLM's engine
 
 
-@pytest.mark.parametrize(
-    "name, words",
-    [
-        ("max_num_seq", "Did you mean 'max_num_seqs'"),
-        ("gpu_memory_utilization", "gpu_memory_utilization"),
-        ("max_tokens", "max_tokens"),
-        ("voice", "voice"),
-    ],
-)
+ARGUMENTS = """
+["max_num_seq", "Did you mean 'max_num_seqs'"]
+["gpu_memory_utilization", "gpu_memory_utilization"]
+["max_tokens", "max_tokens"]
+["voice", "voice"]
+"""
+
+
+@pytest.mark.parametrize("name, words", json_lines(ARGUMENTS))
 def test_an_argument_that_there_is_not_is_a_type_error(name, words):
     with pytest.raises(TypeError, match=words):
         LLM(tiny()[0], **{name: 1})

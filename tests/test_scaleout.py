@@ -354,6 +354,11 @@ def test_vectors_by_a_worker(on_ray, tmp_path, capfd, monkeypatch):
     close([r["embedding"] for r in found], vectors(LLM(model, compile=False), rows[:-1]))
 
 
+def test_a_cluster_that_is_not_there_is_named_at_once():
+    with pytest.raises(scaleout.JobError, match="127.0.0.1:1"):
+        scaleout._start(None, "ray://127.0.0.1:1", {})
+
+
 def test_no_ray(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -70,8 +70,9 @@ def test_pause_holds_and_step_is_one(llm):
     view = LiveView(llm, PROMPTS[:2], LONG)
     until(lambda: view.watch.num_tokens > 4)
     view.pause.click()
-    until(lambda: "<b>paused" in view.status.value)
     until(lambda: steps_stand_still(llm))
+    view.paint()
+    assert "<b>paused" in view.status.value
     before = llm.stats().steps
     view.step.click()
     until(lambda: llm.stats().steps > before)
