@@ -346,7 +346,7 @@ BODIES_SENT = [
     (b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', 400, "stands twice"),
     (b'{"prompt": "\\ud800", "max_tokens": 1}', 400, "Unicode"),
     (b'{"prompt": "a\x00"}', 400, "JSON"),
-    (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400, "nested"),
+    (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400, "nested"),
     (b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}", 400, "digits"),
     (b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", 400, "n must be"),
     (b'{"prompt": "a", "' + b"k" * 10**6 + b'": 1}', 400, "kkk"),
