@@ -10,7 +10,6 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -44,7 +43,7 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)
 
 # %% ../../nbs/1_basics/01_prefill.ipynb #cde185b2
-def cached(model: PreTrainedModel, cache: Cache, **optional: Any) -> dict[str, Any]:
+def cached(model: PreTrainedModel, cache: Cache, **optional: object) -> dict[str, object]:
     """What a call of `model` with `cache` takes: the cache by the name that the model has for it,
     and those of `optional` that it knows."""
     known = inspect.signature(model.forward).parameters

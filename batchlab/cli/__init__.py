@@ -197,7 +197,7 @@ def import_less() -> None:
                 import_module(f"{name}._trace_wrapped_higher_order_op")
             del package.__path__
             package.__class__ = _PutOff
-    setattr(torch.distributed, "tensor", sys.modules.get(name))
+    vars(torch.distributed).update(tensor=sys.modules.get(name))
     there = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:

@@ -37,7 +37,7 @@ def quick_reader() -> type[GGUFReader]:
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
                 return super()._get_field_parts(orig_offs, raw_type)
-            view, parts = memoryview(self.data), list[Any]()
+            view, parts = self.data.data, list[Any]()
             number, n = struct.unpack_from("<IQ", view, orig_offs)
             kind = GGUFValueType(number)
             at = orig_offs + 12

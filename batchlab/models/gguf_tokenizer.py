@@ -221,7 +221,8 @@ def read_tokenizer(file: GGUFFile, ids: dict[str, Any]) -> PreTrainedTokenizerFa
         template = dict(default=template) | more
     file.check_keys("tokenizer.", IDLE_TOKENIZER_KEYS)
     how: Any = dict(clean_up_tokenization_spaces=False, chat_template=template)
-    vars(made).update(__deepcopy__=lambda memo: made)  # a copy would be written and read as a text
+    own = getattr(made, "__dict__", {})
+    own["__deepcopy__"] = lambda memo: made  # a copy would be written and read as a text
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **how, **names)
-    vars(made).clear()
+    own.clear()
     return tokenizer
