@@ -346,8 +346,11 @@ def input_remarks(job: JobFields) -> Iterator[str]:
     "Yield what is to be said of the input of `job`, which has been checked, before it runs."
     columns = job.columns
     if job.from_table:
-        for remark in job.table().form.remarks:
+        table = job.table()
+        for remark in table.form.remarks:
             yield remark.said(job.spell)
+        if table.renamed:
+            yield f"columns of one name: the later are called {', '.join(sorted(table.renamed))}"
     texts = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
     ours = {*(ANSWER if job.to_table else RECORD_KEYS)} - (texts if job.embed else set())
     renamed = {k: v for k, v in job.names.renamed.items() if v != job.output_column}

@@ -116,8 +116,9 @@ class Run:
         "Name the keys of `line` without meaning, each once, up to fifty of a file."
         if (more := {*line.ignored} - self.ignored) and len(self.ignored) < 50:
             self.ignored |= more
-            keys = ", ".join(sorted(more))[:300]
-            self.job.warn(f"{line.where}: keys without meaning here, ignored: {keys}")
+            self.job.warn(
+                f"{line.where}: keys without meaning here, ignored: {', '.join(sorted(more))[:300]}"
+            )
 
     def settle(self, line: JobLine, record: dict[str, Any]) -> None:
         "Count `record`, and keep it."

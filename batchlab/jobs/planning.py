@@ -101,12 +101,11 @@ class JobPlan:
 
     def counted(self, spell: Callable[[Option], str] = str) -> list[str]:
         "The counts in lines."
-        more = f"; {self.failed:,} more can not run" if self.failed else ""
-        lines = [f"{counted_words(self.requests, 'request')}{more}"]
+        few = f"; {self.failed:,} more can not run{', the first 10:' * (self.failed > 10)}"
+        lines = [f"{counted_words(self.requests, 'request')}{few if self.failed else ''}"]
         lines += [f"  {failure}" for failure in self.failures]
         if self.ignored:
-            keys = ", ".join(sorted(self.ignored)[:50])
-            lines += [f"keys without meaning here, ignored: {keys}"]
+            lines += [f"keys without meaning here, ignored: {', '.join(sorted(self.ignored)[:50])}"]
         if self.prompt_tokens:
             lines += [
                 f"tokens: {self.prompt_tokens:,} in prompts, of which {self.shared_tokens:,} are "

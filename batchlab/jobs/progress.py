@@ -100,7 +100,9 @@ class JobResult:
         rate = f", {self.rate:,.0f} a second" if self.rate else ""
         why = f" (the first: {self.first_failure:.200})" if self.first_failure else ""
         again = f"; {spell(Option('retry_errors', True))} runs these again" if self.failed else ""
-        cut = f", {self.cut:,} ended at max_tokens" if self.cut else ""
+        cut = (
+            f", {self.cut:,}{' of this run' * bool(before)} ended at max_tokens" if self.cut else ""
+        )
         right = f", {self.accepted_tokens:,} of {self.drafted_tokens:,} drafted tokens were right"
         drafts = right if self.drafted_tokens else ""
         return (

@@ -279,7 +279,10 @@ class TableFile:
     it can't be opened.
 
     `kind`: 'csv', 'tsv' or 'parquet', else its name says it. `form`: how a CSV is written, else
-    it is found out. `schema`: that of Parquet, whose cells are no text."""
+    it is found out. `schema`: that of Parquet, whose cells are no text. `renamed`: names of later
+    columns that have an earlier one's in the file."""
+
+    renamed: Collection[str] = ()
 
     def __init__(
         self, path: str | Path, kind: str | None = None, form: TextForm | None = None
@@ -301,6 +304,7 @@ class TableFile:
         except csv.Error as e:
             raise JobError(f"can't read {path} ({e}): mend the file") from e
         self.names = unique_names(header)
+        self.renamed = {*self.names} - {*header}
 
     def _csv_rows(self) -> Iterator[list[str] | csv.Error]:
         with opener_of(self.path)(self.path, "rb") as f:
