@@ -104,8 +104,10 @@ FORMS = [(name, form) for form, names in OF_FORMS.items() for name in names.spli
 
 
 @pytest.mark.parametrize("name, form", FORMS)
-def test_weights_in_groups_are_those_that_are_dequantised(tmp_path, name, form, monkeypatch):
-    "Also on a machine whose kernels would have plain numbers."
+def test_weights_in_groups_are_those_that_are_dequantised(
+    tmp_path, name, form, monkeypatch, caplog
+):
+    "Also on a machine whose kernels would have plain numbers. That they are is said once."
     monkeypatch.setattr(load, "keeps_groups", lambda *_: True)
     path = gguf_file(tmp_path / "model.gguf", family(name), form=form, outer="Q8_0")
     mine, plain = (load_model(path, dtype="bf16", grouped=kept)[0] for kept in (True, False))
@@ -116,7 +118,10 @@ def test_weights_in_groups_are_those_that_are_dequantised(tmp_path, name, form, 
     prompt = torch.tensor([PROMPTS[0]])
     with torch.inference_mode():
         assert torch.equal(mine(prompt).logits, plain(prompt).logits)
-    densify(mine)
+    caplog.clear()
+    densify(mine), densify(mine)
+    [said] = caplog.records
+    assert "dequantised" in said.message
     own = plain.state_dict()
     assert all(torch.equal(p, own[name]) for name, p in mine.state_dict().items())
     tied = [

@@ -151,7 +151,7 @@ def pack_blocks(
     at = rows.data_ptr(), panels.data_ptr(), None if found is None else changed.data_ptr()
     kernels.calls[kernel, dtype](*at, len(rows), K, kind)
     if kept is not None:
-        kept.changed += len(panels) if found is None else int(changed)
+        kept.note(len(panels) if found is None else int(changed))
     return panels
 
 

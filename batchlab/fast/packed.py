@@ -7,7 +7,7 @@ __all__ = ['MakeLinear', 'join_biases', 'address_of', 'plain_weight', 'densify',
            'LinearView', 'LinearSlice', 'replace_linears', 'mapped_files', 'release_mapped_pages']
 
 # %% ../../nbs/4_fast/20_product.ipynb #4f5be878
-import ctypes, os
+import ctypes, logging, os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -47,6 +47,10 @@ def densify(model: nn.Module) -> None:
                 if id(p) not in plain:
                     plain[id(p)] = nn.Parameter(plain_weight(p), requires_grad=False)
                 m._parameters[name] = plain[id(p)]
+    if plain:
+        logging.getLogger("batchlab").warning(
+            "weights that could not stay in their bits are dequantised: they take the memory and the time of their dtype"
+        )
 
 
 MakeLinear = Callable[

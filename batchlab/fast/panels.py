@@ -70,7 +70,7 @@ class KeptPanels:
     """The panels of a GGUF `file`, from batchlab's cache folder if there, else in a new file there;
     `nbytes`: what they take at most; `layout`: see `place_of`.
 
-    `changed`: how many were not there, or others, as who packs them counts. Raises `ModelError`."""
+    `changed`: how many were not there, or others. Raises `ModelError`."""
 
     new: IO[bytes] | None = None  # goes when it is closed
 
@@ -117,6 +117,10 @@ class KeptPanels:
         mine = self.left[:n]
         self.left = self.left[size:]
         return mine.view(tuple(shape))
+
+    def note(self, changed: int) -> None:
+        "Note that `changed` of the next panels were not in the file."
+        self.changed += changed
 
     def keep(self) -> None:
         "See to it that the file has these panels, or that there is none."
