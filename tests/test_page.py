@@ -115,7 +115,7 @@ def test_of_many_that_wait_the_first_are_shown():
     llm.step()
     assert len(trace_module.snapshot(llm)["queue"]) == 24
     whole = Request("0", [5, 6], 9, output_ids=[7])  # in an engine that keeps nothing
-    assert trace_module.slot_facts(whole, 0)[2:5] == ["decode", 2, 3]
+    assert trace_module.slot_facts(whole, 0)[:5] == [0, "0", "decode", 2, 3]
     llm.close()
 
 
