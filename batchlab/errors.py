@@ -258,10 +258,10 @@ def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> 
 _BEAMS = "transformers' model.generate(num_beams=4) has it"
 _ENGINE = "llm.add_request(prompt, params, callback) and llm.step() run requests by hand"
 _PROMPT = "a dict does, such as dict(prompt='a') or dict(prompt_token_ids=[5, 6])"
-REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: what to do instead
+REMOVED: dict[str, str] = dict(  # names, arguments and flags that others have: what to do instead
     beam_search=_BEAMS,
     BeamSearchParams=_BEAMS,
-    kv_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
+    kv_cache_dtype="keys and values are kept in the dtype of the model, and bf16 takes half of fp32",
     map="llm.generate takes a column, as in llm.generate([*frame.prompt]), batchlab.run a file",
     EngineArgs="LLM takes each of its arguments by name",
     FlexibleArgumentParser="argparse.ArgumentParser reads a program's own flags",
@@ -278,11 +278,11 @@ REMOVED: dict[str, str] = dict(  # names, arguments and flags that there were: w
 
 
 class RemovedError(BatchlabError):
-    "batchlab no longer has a name, the `field`. `advice`: what to do instead."
+    "batchlab lacks a name, the `field`. `advice`: what to do instead."
 
     def __init__(self, name: str) -> None:
         self.advice = REMOVED[name]
-        super().__init__(f"batchlab no longer has {name}: {self.advice}", field=name)
+        super().__init__(f"batchlab has no {name}: {self.advice}", field=name)
 
 
 class RemovedAttribute(RemovedError, AttributeError):
@@ -310,7 +310,7 @@ def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
         for k in given.keys() - set(names):
             what = f"{call.__qualname__}() got an unexpected keyword argument {k!r}"
             if k in REMOVED:
-                raise TypeError(f"{what}: there was one, but {REMOVED[k]}")
+                raise TypeError(f"{what}: {REMOVED[k]}")
             if near := near_name(k, names):
                 raise TypeError(f"{what}. Did you mean {near!r}?")
         return call(*args, **given)
@@ -341,7 +341,7 @@ class OneLineParser(argparse.ArgumentParser):
         if found := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
             gone = REMOVED.get(f"{self.prog} {found[1]}")
             gone = gone or REMOVED.get(found[1][2:].replace("-", "_"))
-            meant = f": there was one, but {gone}" if gone else self.meant(found[1])
+            meant = f": {gone}" if gone else self.meant(found[1])
             message = f"unknown flag {found[1]}{meant}"
         raise JobError(f"{message} (see {self.prog} --help)")
 

@@ -534,7 +534,7 @@ def command_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     near = VLLM_COMMANDS.get(name) or next(iter(difflib.get_close_matches(name, COMMANDS, 1)), None)
     meant = f", did you mean {near}?" if near else f": expected one of {', '.join(COMMANDS)}"
     if gone := REMOVED.get(f"batchlab {name}"):
-        meant = f": there was one, but {gone}"
+        meant = f": {gone}"
     return top.error(f"unknown command {name!r:.60}{meant}")
 
 
