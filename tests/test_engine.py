@@ -801,9 +801,7 @@ def test_ending_many_that_wait_takes_time_for_each_once():
 
 def test_a_signal_at_any_line_of_a_step_loses_nothing():
     "It takes effect behind the step: what was streamed, the answers and whose log probabilities they have are as without it."
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell runs what is behind it without
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has none
     llm = LLM(
         tiny_model("llama"),
         tiny_tokenizer(),

@@ -77,7 +77,9 @@ def test_arguments_and_flags_that_there_were():
     with pytest.raises(TypeError, match="'kv_cache_dtype': keys and values .* dtype of the model"):
         LLM(small, kv_cache_dtype="auto")
     with pytest.raises(JobError, match="unknown flag --kv-cache-dtype: .* bf16"):
-        parser_of("run").parse_args(["-i", "in.jsonl", "-o", "out.jsonl", "--kv-cache-dtype", "int8"])
+        parser_of("run").parse_args(
+            ["-i", "in.jsonl", "-o", "out.jsonl", "--kv-cache-dtype", "int8"]
+        )
 
 
 def test_other_names_fail_as_ever():

@@ -197,9 +197,10 @@ def import_less() -> None:
                 import_module(f"{name}._trace_wrapped_higher_order_op")
             del package.__path__
             package.__class__ = _PutOff
-    vars(torch.distributed).update(tensor=sys.modules.get(name))
-    there = torch.distributed.is_available
-    torch.distributed.is_available = lambda: False
+    distributed: Any = torch.distributed
+    distributed.tensor = sys.modules.get(name)
+    there = distributed.is_available
+    distributed.is_available = lambda: False
     try:
         with contextlib.suppress(ImportError, AttributeError):
             from transformers.utils import import_utils
@@ -210,7 +211,7 @@ def import_less() -> None:
                 Path(os.path.dirname(path)) if os.path.isfile(path) else path
             )
     finally:
-        torch.distributed.is_available = there
+        distributed.is_available = there
 
 # %% ../../nbs/7_serve/cli.ipynb #eb5878c9
 def llm_options(args: Namespace) -> dict[str, Any]:
