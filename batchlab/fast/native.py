@@ -25,7 +25,7 @@ from ..machine import cache_dir, compiler_target, processor_flags
 
 # %% ../../nbs/4_fast/native.ipynb #a6ad227b
 FLAGS = tuple(
-    "-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 "
+    "-O3 -march=native -fopenmp -shared -fPIC -std=gnu++17 -falign-loops=64 "
     "-ffp-contract=off -fno-math-errno -fno-trapping-math -fno-strict-aliasing".split()
 )
 
