@@ -715,6 +715,19 @@ def test_another_model_does_not_go_on(tmp_path):
         assert len(texts) >= 5 and are_right(texts, long())
 
 
+def test_damaged_answers_end_their_batch_and_hold_up_no_other(tmp_path):
+    with serving(tmp_path) as server:
+        server.begun(id := server.submit(long()))
+    [path] = (p for p in (tmp_path / "files").glob("*.jsonl") if b"batch_req" in p.read_bytes())
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, b"no record\n", *others]))
+    with serving(tmp_path) as server:
+        done = server.wait(id)
+        assert done["status"] == "failed" and done["request_counts"]["completed"] == 1
+        assert "line 2 is no answer" in done["errors"]["data"][0]["message"]
+        assert server.run(asks(1))["status"] == "completed"
+
+
 def test_it_goes_on_in_a_folder_that_moved(tmp_path):
     with serving(tmp_path / "a") as server:
         server.begun(id := server.submit(lines := long(20)))

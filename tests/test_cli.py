@@ -192,6 +192,7 @@ def test_prompts_come_before_those_of_a_file_and_a_chat_keeps_its_prompt(cli, tm
     assert cli("-i", "ids.jsonl", "--output", "three.jsonl").returncode == 0  # ids may come twice
 
 
+TORN = gzip.compress(b"{}")[:10] + b"\xff" * 9  # no stream behind its head
 MISTAKES = {
     "generate a --max-tokens 0": "--max-tokens",
     "generate a --temperature -0.1": "--temperature",
@@ -208,6 +209,7 @@ MISTAKES = {
     "generate a --output latin": "--overwrite",
     "generate a --device tpu": "tpu",
     "generate a --trace latin": "is no trace",
+    "generate a --trace .": "no file",
     "run -i in -o o --trace in": "read or written already",
     "generate a --do-sample --temperature 0": "contradict",
     "generate a --model no/such/model": "no/such/model",
@@ -222,6 +224,7 @@ MISTAKES = {
     "run-batch": "did you mean run?",
     "frobnicate": "generate",
     "run -i nowhere -o o": "can't read nowhere",
+    "run -i torn.gz -o o": "can't read torn.gz & mend the file",
     "run -i in": "--output",
     "run -i in -o in": "different files",
     "run -i in -o no/dir/o": "can't write no/dir/o",
@@ -243,12 +246,13 @@ MISTAKES = {
 def test_mistakes_are_one_line(tmp_path, args, words, refuses, monkeypatch):
     (tmp_path / "empty").write_bytes(b"\n \n")
     (tmp_path / "latin").write_bytes(b"ok\n\xe9\n")
+    (tmp_path / "torn.gz").write_bytes(TORN)
     write_lines(tmp_path / "in", [ask(1)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
     refuses(args, words)
     assert (tmp_path / "latin").read_bytes() == b"ok\n\xe9\n"
-    assert sorted(os.listdir()) == ["empty", "in", "latin"]
+    assert sorted(os.listdir()) == ["empty", "in", "latin", "torn.gz"]
 
 
 def test_what_comes_through_a_pipe_is_known_by_its_beginning(tmp_path):
@@ -256,6 +260,10 @@ def test_what_comes_through_a_pipe_is_known_by_its_beginning(tmp_path):
     for data, kind in kinds.items():
         (tmp_path / "pipe").write_bytes(data)
         assert kind_in(tmp_path / "pipe", True, None) == kind
+    for torn in (TORN, TORN[:5]):
+        (tmp_path / "pipe").write_bytes(torn)
+        with pytest.raises(JobError, match="mend the file"):
+            kind_in(tmp_path / "pipe", True, None)
 
 
 def test_overwrite_only_when_asked_and_able(cli, batchlab, tmp_path):

@@ -478,6 +478,19 @@ def test_one_that_waits_for_another_try_is_not_cancelled_while_it_begins(s, monk
     assert ended(s, id)["status"] == "incomplete" and free == [False]
 
 
+def test_others_begin_though_one_was_cancelled(s):
+    "What was cancelled is not to be tried again, so nothing waits for the end of all that run."
+    with paused_after(s.llm, 0):
+        ids = [queued(s, **LONG) for _ in range(2)]
+        until(lambda: len(s.api.responses.running) == 2)
+        s.web.post(f"{URL}/{ids[1]}/cancel")
+        until(lambda: len(s.llm.loop.groups) == 1)
+        other = queued(s)
+        until(lambda: fetched(s, other)["status"] == "in_progress")
+    states = [ended(s, id)["status"] for id in (*ids, other)]
+    assert states == ["incomplete", "cancelled", "incomplete"]
+
+
 def test_nothing_spins_while_one_waits_for_another_try(s, monkeypatch):
     try_again(monkeypatch)
     waits, own = [], s.api.responses

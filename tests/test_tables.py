@@ -535,6 +535,25 @@ def test_killed_while_the_table_is_written(monkeypatch, name):
     ) == []
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("header", ["n,prompt", "n,question"])
+def test_an_input_that_is_another_at_the_end_gets_no_answers_beside_its_rows(kind, header):
+    "Rows are read for hours, and their answers put beside those of the file as it is then."
+    name, rows = f"in.{kind}", [f"{i},ask {i}" for i in range(6)]
+
+    def save(*lines):
+        write_lines("in.csv", lines)
+        kind == "csv" or pd.read_csv("in.csv").to_parquet(name)
+
+    save("n,prompt", *rows)
+    with pytest.raises(JobError, match="row 1 .* is not what it was|no column 'prompt'"):
+        ask(name, "out.csv", postprocess=lambda out: save(header, *rows[::-1]))
+    assert not Path("out.csv").exists()
+    save("n,prompt", *rows)
+    assert ask(name, "out.csv", postprocess=str).before == 6
+    assert [r["text"] for r in read_table("out.csv")] == texts_of(f"ask {i}" for i in range(6))
+
+
 # --- functions of the answer
 
 
@@ -793,6 +812,22 @@ def test_a_damaged_stream_behind_a_whole_one_is_an_error(name):
             Job(name).dry_run()
     Path(name).write_bytes(first + second + b"\0" * 512)
     assert Job(name).dry_run().requests == 2002
+
+
+@pytest.mark.parametrize(
+    "name, data",
+    [
+        ("out.csv", b'text\n"a\n'),
+        ("out.csv.gz", gzip.compress(b"text\n")[:10] + b"\xff" * 9),
+        ("out.jsonl.gz", gzip.compress(b'{"error": ' + b"[" * 9999)),
+    ],
+)
+def test_an_output_that_can_not_be_read_is_that_of_no_job(name, data):
+    write_lines("in.csv", ["prompt", "a"])
+    Path(name).write_bytes(data)
+    with pytest.raises(JobError, match="no job made it"):
+        ask("in.csv", name)
+    assert Path(name).read_bytes() == data
 
 
 def test_a_quote_that_ends_in_a_cell_fails_its_row_alone():

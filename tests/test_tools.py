@@ -11,7 +11,8 @@ from batchlab.core.params import SamplingParams
 from batchlab.core.text import Detokenizer
 from batchlab.jobs.job import Job
 from batchlab.jobs.lines import parse_line
-from batchlab.jobs.schema import as_messages, error_body
+from batchlab.jobs.responses import ResponseParts
+from batchlab.jobs.schema import as_messages, error_body, usage_of
 from batchlab.jobs.settings import BadRequest
 from batchlab.jobs.tools import (
     FORMATS,
@@ -25,6 +26,7 @@ from batchlab.jobs.tools import (
     tool_grammar,
     tool_params,
 )
+from batchlab.llm.outputs import CompletionOutput
 from batchlab.models import encode_chat, tiny_model, tiny_tokenizer
 from helpers import assistant, grow, junk, needs, one_thread, user, write_lines
 
@@ -674,6 +676,24 @@ def test_an_answer_that_was_cut_off(name):
     text = written(f, ("weather", dict(city="Oslo", days=3))).partition(' "days')[0]
     content, [call] = parse_answer(f, AUTO, text)
     assert (content, call["function"]["arguments"]) == (None, '{"city": "Oslo",')
+
+
+@pytest.mark.parametrize("end", ["", "]" * 4000 + "}\n</tool_call>"])
+def test_brackets_without_end_are_passed_on(end):
+    "A model that repeats itself may nest deeper than Python reads: at all endpoints it is the answer, and no error of the server."
+    tools = [function("f")]
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": ' + "[" * 4000 + end
+    for choice in (check_tools(tools), check_tools(tools, "required")):
+        [call] = parse_answer(HERMES, choice, text)[1]
+        assert call["function"]["arguments"].startswith('{"a": [[[')
+        response = dict(id="resp_1", output=[])
+        parts = ResponseParts(response, tools=choice, tool_format=HERMES)
+        parts.since(CompletionOutput(0, text, finish_reason="length"))
+        parts.end("length", usage_of())
+        assert response["output"][0]["type"] == "function_call"
+    f = fmt_with("open")
+    deep = call_as("now", {}).replace("{}}", '{"a": ' + "[" * 4000 + "]" * 4000 + "}}")
+    assert parse_answer(f, AUTO, deep) == (deep, [])
 
 
 def test_ids_are_those_of_the_key():

@@ -129,16 +129,21 @@ MARKS = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ", ".parquet": b"P
 def kind_in(path: Path, text: bool, form: str | None) -> str:
     """The ending that the name of file `path`, the content of a pipe, should have, by its own name
     or its first bytes. Raises `JobError`."""
+    from batchlab.jobs.formats import BROKEN, cant_read
     from batchlab.jobs.tables import SUFFIX_KINDS, OPENERS, opener_of
 
     if {s.lower() for s in path.suffixes} & {*SUFFIX_KINDS, *OPENERS}:
         return ""
-    start = path.read_bytes()[: 2**10]
+    with path.open("rb") as f:
+        start = f.read(2**10)
     end = next((end for end, mark in MARKS.items() if start.startswith(mark)), "")
     if end not in ("", *OPENERS):
         return end
-    with opener_of(f"x{end}")(path, "rb") as f:
-        start = f.read(2**10).removeprefix(b"\xef\xbb\xbf").lstrip()
+    try:
+        with opener_of(f"x{end}")(path, "rb") as f:
+            start = f.read(2**10).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except BROKEN as e:
+        raise cant_read("the input", e) from e
     if re.match(rb"\[\s*[{\]]", start) and form is None:
         return f".json{end}"
     if start[:1] == b"{" or form:
@@ -283,6 +288,8 @@ def check_trace_path(args: Namespace) -> None:
         raise JobError(f"{name} is read or written already: give the trace another name")
     if not Path(name).absolute().parent.is_dir():
         raise JobError(f"can't write {name} (no such folder)")
+    if Path(name).exists() and not Path(name).is_file():
+        raise JobError(f"{name} is no file: give another name")
     try:
         with contextlib.suppress(FileNotFoundError), open(name, "rb") as f:
             old = f.read(100)

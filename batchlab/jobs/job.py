@@ -340,6 +340,7 @@ class Job(JobFields):
         with ExitStack() as stack:
             book, unsorted = self.take_up(stack)
             self.result, trouble = self.survey(book)
+            self.warn_of_gaps()
             if not self.result.total:
                 self.warn(f"{self.input} has no request in it")
             done = False
@@ -361,9 +362,7 @@ class Job(JobFields):
 
     def survey(self, book: Ledgerbook) -> tuple[JobResult, JobError | None]:
         "The `JobResult` to begin with, and what ended the reading of the input early."
-        found = survey(self.raw(), book, self.input, self.force, self.limit is None)
-        self.warn_of_gaps()
-        return found
+        return survey(self.raw(), book, self.input, self.force, self.limit is None)
 
     def begin(self, llm: Any, book: Ledgerbook, outbox: Outbox) -> Run:
         "The `Run` of this job with `llm`; the files of `outbox` are open."
@@ -413,12 +412,16 @@ class Job(JobFields):
             lock(path, stack)
         if "parquet" in (file_kind(self.output), self.input_kind):
             need_parquet()
-        own = self.settings(), self.force, self.retry_errors, self.names
-        found = recover(self.output, self.error_file, *own)
+        found = self.recovered()
         self.retry_errors = False
         for remark in input_remarks(self):
             self.warn(remark)
         return found
+
+    def recovered(self) -> tuple[Ledgerbook, bool]:
+        "What `recover` finds of this job on the disk."
+        own = self.settings(), self.force, self.retry_errors, self.names
+        return recover(self.output or "-", self.error_file, *own)
 
     def check_open(self, book: Ledgerbook) -> None:
         "Raise `JobError` if the output is finished, so that no answers can be added."
@@ -458,6 +461,9 @@ class Job(JobFields):
         made = not (some and os.path.getmtime(journal))
         if self.grows or made and Path(self.output).exists():
             return  # made of it already, and perhaps edited since
+        if some and self.to_table and self.from_table:  # the input may be another by now
+            self.check()
+            self.survey(self.recovered()[0])
         if self.to_table and some:
             sort_records(journal, self.names)
         source = self.table() if self.to_table and self.from_table else None

@@ -17,7 +17,15 @@ from typing import Any
 
 from ..machine import version
 from ..errors import JobError, Option
-from .formats import as_json, new_of, read_lines, records_of, side_of, whole_file
+from batchlab.jobs.formats import (
+    BROKEN,
+    as_json,
+    new_of,
+    read_lines,
+    records_of,
+    side_of,
+    whole_file,
+)
 from .lines import JobLine
 from .tables import OPENERS, TABLES, UNNAMED, AnswerNames, TableFile, file_kind
 
@@ -392,7 +400,7 @@ def finished_lines(output: str | Path, names: AnswerNames = UNNAMED) -> Iterator
             if not (found := found_of(d)):
                 raise ValueError(f"{output} has a row that is no answer")
             yield *found[:2], dict(error={} if d["error"] else None)
-    except (OSError, EOFError, ValueError) as e:
+    except (*BROKEN, ValueError, RecursionError) as e:
         raise JobError(
             "{output} is there already, and no job made it",
             advice="give another output, or {force}",

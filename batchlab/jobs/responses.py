@@ -515,7 +515,7 @@ def is_object(text: str) -> bool:
     "Whether `text` is a JSON object, and whole."
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):  # a model may write brackets without end
         return False
 
 

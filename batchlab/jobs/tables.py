@@ -5,7 +5,7 @@
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e004
 from __future__ import annotations
 
-import codecs, csv, gzip, io, itertools, json, math, re, string
+import codecs, csv, gzip, io, itertools, json, math, re, string, zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -71,7 +71,7 @@ def begins_as_jsonl(name: str | Path) -> bool:
     try:
         with opener_of(name)(name, "rb") as f:
             start = f.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         return True  # its reader reports what is wrong
     return start[:1] in (b"", b"{")
 

@@ -496,7 +496,7 @@ def _fault(schema: dict[str, Any], arguments: str) -> str:
 
     try:
         json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return Validity(schema)(arguments)
 
@@ -656,7 +656,7 @@ class ToolParser:
             calls = [c["function"] for c in found.pop("tool_calls")]
             pairs = [(f["name"], json.dumps(f["arguments"], ensure_ascii=False)) for f in calls]
             unknown = {name for name, _ in pairs} - self.choice.schemas.keys()
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False  # what it can't read is content
         if unknown:
             return False

@@ -492,13 +492,14 @@ def read_answers(paths: Iterable[Path]) -> tuple[list[int], dict[str, Any], int]
     sums = Counter[str]()
     expired = 0
     for path in paths:
-        for _, _, record in recover_answers(path):
-            failed = record["error"] is not None
-            counts[failed] += 1
-            expired += failed and record["error"]["code"] == "batch_expired"
-            used = {} if failed else record["response"]["body"]["usage"]
-            read, cached, made, thought = tokens_used(used)
-            sums.update(input=read, cached=cached, output=made, thought=thought)
+        with suppress(JobError):  # it is damaged, as the batch's error says: up to there
+            for _, _, record in recover_answers(path):
+                failed = record["error"] is not None
+                counts[failed] += 1
+                expired += failed and record["error"]["code"] == "batch_expired"
+                used = {} if failed else record["response"]["body"]["usage"]
+                read, cached, made, thought = tokens_used(used)
+                sums.update(input=read, cached=cached, output=made, thought=thought)
     usage = dict(
         input_tokens=sums["input"],
         input_tokens_details=dict(cached_tokens=sums["cached"]),

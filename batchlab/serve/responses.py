@@ -325,12 +325,13 @@ def take_lines(runner: ResponseRunner, lines: BackgroundLines) -> None:
 
 
 def retry_next(runner: ResponseRunner, lines: BackgroundLines) -> None:
-    "Try the next line that failed by itself, unless its row waits no more."
+    """Of the lines that are to be tried again forget those whose rows wait no more, and try the
+    next by itself, once no other runs."""
     with runner.changed:  # nothing is cancelled meanwhile
-        if waiting(runner.store, [lines.again[0].number]):
+        known = waiting(runner.store, [line.number for line in lines.again])
+        lines.again = type(lines.again)(line for line in lines.again if line.number in known)
+        if lines.again and not lines.live:
             lines.retry()
-        else:
-            lines.again.popleft()
 
 
 def write_ended(runner: ResponseRunner, ended: list[tuple[JobLine, dict[str, Any]]]) -> None:
@@ -355,10 +356,10 @@ def run_waiting(runner: ResponseRunner) -> None:
     lines = BackgroundLines(llm, runner.model_name, settle, runner.others)
     try:
         while not runner.stopping:
+            if lines.again:
+                retry_next(runner, lines)
             if runner.news and not lines.again:
                 take_lines(runner, lines)
-            elif lines.again and not lines.live:
-                retry_next(runner, lines)
             with llm.loop.progress:
                 idle = lines.again or not runner.news  # lines wait for one that is tried alone
                 if lines.live and not lines.ended and not ended and idle:
