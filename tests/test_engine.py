@@ -11,6 +11,7 @@ from batchlab import LLM, SamplingParams
 from batchlab.fast.trial import kv_layout
 from batchlab.basics.padding import PaddedEngine
 from batchlab.basics.prefill import Session
+from batchlab.basics.slots import SlotEngine
 from batchlab.core.attention import TorchBackend
 from batchlab.core.engine import Engine
 from batchlab.core.generation import make_request
@@ -1029,6 +1030,23 @@ def test_a_model_that_changes_with_its_longest_row(strategy):
     for p, w in zip(AROUND, want):
         if rope_side(Session(p, 8), 16) != "across":  # there some versions keep its old keys
             assert generated(model, p, 8) == w
+
+
+@pytest.mark.parametrize(
+    "arch, more",
+    [
+        ("llama4_text", dict(floor_scale=20, attn_scale=0.5, no_rope_layers=[1, 0])),
+        ("llama4_text", dict(attention_chunk_size=24, attn_temperature_tuning=False)),
+        ("gpt_neo", dict(window_size=24)),
+    ],
+)
+def test_what_begins_beyond_a_trial(arch, more):
+    "Llama 4 scales queries by column and attends in chunks, GPT-Neo in a window: from tokens on that no short trial gets to."
+    model, prompts = tiny_model(arch, **more), [[*range(5, 5 + n)] for n in (3, 90, 1, 17)]
+    want, engine = oracle(model, prompts, 12), SlotEngine(model, 4)
+    requests = [engine.add_request(p, 12, eos_ids=()) for p in prompts]
+    assert [engine.wait(r) for r in requests] == want
+    assert ids(LLM(model).generate(prompts, greedy(12))) == want
 
 
 def test_three_engines_share_one_budget():

@@ -3,6 +3,7 @@
 import copy, random, weakref
 
 import pytest, torch
+from transformers.activations import ACT2FN
 
 from helpers import spoil, weight_bytes
 from batchlab.core.attention import TorchBackend
@@ -12,7 +13,7 @@ from batchlab.fast import fused
 from batchlab.fast.experts import PackedExperts, describe_router
 from batchlab.fast.fused import Fused, FusedBackend, fuse
 from batchlab.fast.int8 import Int8Linear
-from batchlab.fast.layers import FAMILIES, Family, family_of, describe_layer
+from batchlab.fast.layers import FAMILIES, Family, activation_of, describe_layer, family_of
 from batchlab.fast.native import DTYPES
 from batchlab.fast.packed import PlainLinear
 from batchlab.core.batch import pack_rows
@@ -226,9 +227,12 @@ def test_what_is_refused(kernels):
     mixture = tiny("mixtral", intermediate_size=40).model.layers[0].mlp
     with pytest.raises(Unavailable, match="multiples of 16"):
         PackedExperts(mixture, kernels, PlainLinear)
-    mixture.experts.act_fn = torch.nn.Softsign()
-    with pytest.raises(Unavailable, match="activation"):
-        PackedExperts(mixture, kernels, PlainLinear)
+    for act in torch.nn.Softsign(), torch.nn.ReLU6(), ACT2FN["gelu_10"]:  # two cut off far from 0
+        mixture.experts.act_fn = act
+        with pytest.raises(Unavailable, match="activation"):
+            PackedExperts(mixture, kernels, PlainLinear)
+        with pytest.raises(Unavailable, match="activation"):
+            activation_of(mixture.experts, True)
 
 
 def test_a_family_that_changed_runs_by_its_own_code(kernels, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from .decode import RowCache
-from .padding import agree
+from .padding import agree, counts_columns
 from .prefill import SoloEngine, Session, Sampler, cached, greedy
 
 # %% ../../nbs/1_basics/05_ragged.ipynb #a419c855
@@ -126,7 +126,11 @@ def can_pack(model: PreTrainedModel) -> bool:
     """Whether packed rows get the logits that each gets alone, from `model`, beyond its sliding
     window too."""
     config = model.config.get_text_config()
-    longest = min(getattr(config, "sliding_window", None) or 8, 512) + 6
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if counts_columns(model) or not kinds <= {"full_attention", "sliding_attention"}:
+        return False  # `masks_for` knows no others
+    windows = (getattr(config, name, None) for name in ("sliding_window", "window_size"))
+    longest = min(next(filter(None, windows), 8), 512) + 6
     rows = [[(7 * i + 3) % config.vocab_size for i in range(n)] for n in (longest, 4)]
     engine = RaggedEngine(model, 2)
     requests = [Session(row[:-1]) for row in rows]

@@ -90,6 +90,7 @@ def describe_gate(experts: Any) -> tuple[Activation, Callable[[torch.Tensor], to
         return (up.clamp(min=-limit) + 1) * gate * torch.sigmoid(gate * alpha)
 
     x = torch.stack([torch.linspace(-9, 9, 97), torch.linspace(-5, 7, 97).mul(9).sin() * 9]).float()
+    x = torch.cat([x, 50 * x], 1)  # far beyond what families clamp to
     want = experts._apply_gate((x if experts.is_concatenated else x.T).flatten())
     for i, f in enumerate([*map(gated, ACTIVATIONS), clamped]):
         if torch.allclose(f(x.flatten()), want, atol=1e-4):

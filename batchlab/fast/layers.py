@@ -302,10 +302,11 @@ ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (  # numbered 
 
 
 def activation_of(mlp: Any, gated: bool) -> Activation:
-    """The activation of `mlp`, described for the kernels: found by trying it on 97 numbers.
+    """The activation of `mlp`, described for the kernels: found by trying it on numbers near 0
+    and far from it, where some are cut off (ReLU6 is ReLU up to 6).
     `gated`: its result is multiplied by the up product. Raises `Unavailable` if the kernels have
     none like it."""
-    x = torch.linspace(-6, 6, 97).float()
+    x = torch.cat([torch.linspace(-6, 6, 97), torch.linspace(-400, 400, 33)]).float()
     act = first_of(
         mlp, "act_fn", "activation_fn", "act", "activation", "intermediate.intermediate_act_fn"
     )
