@@ -541,7 +541,7 @@ def test_objects_that_a_template_takes_for_dicts_are_texts_too(kind):
 
     how = dict(name="f", arguments=dict(a=OBEY))
     call = dict(
-        pydantic=lambda: create_model("Call", name=str, arguments=dict)(**how),
+        pydantic=lambda: create_model("Call", name=(str, ...), arguments=(dict, ...))(**how),
         dataclass=lambda: dataclasses.make_dataclass("Call", how)(**how),
         mapping=lambda: MappingProxyType(how),
     )

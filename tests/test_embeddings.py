@@ -203,7 +203,7 @@ def test_params_and_results():
         (lambda: llm.score([], [[5]]), PromptError, "compare"),
         (lambda: llm.encode(prompts, dict(layers=[4])), ParamError, "no layer 4"),
         (lambda: PoolerConfig(use_activation="false"), ParamError, "use_activation"),
-        (lambda: PoolerConfig.of(5), ParamError, ""),
+        (lambda: PoolerConfig.of(5), ParamError, None),
         (lambda: PoolingParams(use_activation="false"), ParamError, "use_activation"),
         (lambda: LLM(make("albert", types, num_labels=3)), UnsupportedModelError, "as BERT"),
     ):

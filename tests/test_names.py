@@ -479,10 +479,10 @@ def test_requests_that_failed_are_counted_by_reason(llm, lines):
 def test_encode_chat_tells_the_models_fault_from_the_messages():
     tok = tiny_tokenizer()
     for messages in ("hi", [], [dict(role="user")], [user([dict(type="image_url")])]):
-        refused(PromptError, "", encode_chat, tok, messages)
+        refused(PromptError, None, encode_chat, tok, messages)
     tok.chat_template = "{{ raise_exception('no') }}"
     refused(PromptError, "refuses these messages", encode_chat, tok, TALK)
-    refused(ModelError, "", encode_chat, None, TALK)
+    refused(ModelError, None, encode_chat, None, TALK)
 
 
 def test_tools_that_the_template_does_not_know_are_refused(llm):
@@ -528,7 +528,7 @@ def test_a_whole_number_may_be_written_as_a_float(llm):
     assert (asked.params.max_tokens, asked.params.n, asked.priority) == (3, 2, 1)
     refused(BadRequest, "128", parse_online, dict(prompt="x", n=200.0), "text")
     for wrong in (2.5, True, "3", float("inf"), float("nan")):
-        refused(ParamError, "", SamplingParams, max_tokens=wrong)
+        refused(ParamError, None, SamplingParams, max_tokens=wrong)
 
 
 each_huge = pytest.mark.parametrize("huge", HUGE, ids=("long", "negative", "unwritable"))

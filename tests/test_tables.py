@@ -626,7 +626,10 @@ def test_index_and_types_of_pandas_survive_where_names_clash():
 
 def test_what_arrow_can_not_hold_comes_back():
     assert type_of(map(value_kind, [1, 2**70])) == "string"
-    pq.write_table(pa.table(dict(prompt=pa.array(["a"], pa.string_view()), x=[1])), "v.parquet")
+    try:
+        pq.write_table(pa.table(dict(prompt=pa.array(["a"], pa.string_view()), x=[1])), "v.parquet")
+    except pa.ArrowNotImplementedError:
+        pytest.skip("this pyarrow can't write it, and reads it as text")
     answered("v.parquet", "b.parquet")
     assert [r["prompt"] for r in read_table("b.parquet")] == ["a"]
     assert [*TableFile("v.parquet").rows(["x"])] == [(1, dict(x=1), "")]
@@ -1093,8 +1096,9 @@ def read_by_all(path):
     with opener_of(path)(path, "rt", newline="", encoding="utf-8") as f:
         names, *rows = csv.reader(f, delimiter=mark)
         yield names, rows
-    frame = pd.read_csv(path, sep=mark, dtype=str, keep_default_na=False)
-    yield [*frame.columns], frame.values.tolist()
+    if pd.__version__ >= "3" or "\\x00" not in repr([names, rows]):
+        frame = pd.read_csv(path, sep=mark, dtype=str, keep_default_na=False)
+        yield [*frame.columns], frame.values.tolist()  # pandas 2 ends a cell at a NUL
     form = arrow_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
     types = arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
     table = arrow_csv.read_csv(path, parse_options=form, convert_options=types)
