@@ -102,6 +102,8 @@ def check_output(name: str | Path) -> None:
         raise JobError(
             f"{name}: Parquet is compressed in itself: give {Path(name).with_suffix('')}"
         )
+    if kind == "parquet":
+        need_parquet()
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012
 LONGEST_LINE = 2**25  # bytes, or characters of a cell
