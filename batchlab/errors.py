@@ -6,7 +6,7 @@
 __all__ = ['REMOVED', 'Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabError', 'ModelError',
            'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'PromptError', 'PromptTooLongError',
            'ParamError', 'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError',
-           'TraceError', 'near_name', 'check_names', 'RemovedError', 'RemovedAttribute', 'RemovedImport', 'no_name',
+           'TraceError', 'RemovedError', 'RemovedAttribute', 'RemovedImport', 'no_name', 'near_name', 'check_names',
            'suggest_names', 'OneLineParser']
 
 # %% ../nbs/2_core/errors.ipynb #827b7a58
@@ -230,31 +230,6 @@ class TraceError(BatchlabError, ValueError):
     """No trace, or not a whole one: another file, a torn one, one of a newer version; or
     something that it can't give."""
 
-# %% ../nbs/2_core/errors.ipynb #0b5f5e09
-@lru_cache(4096)
-def near_name(name: str, names: Collection[str]) -> str | None:
-    """The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or
-    None."""
-    plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
-    return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
-
-
-def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> None:
-    """Raise `ParamError` unless each key of `given` is one of `names`, a tuple or a frozen set.
-
-    `of`: the field whose value `given` is, if it is one's."""
-    for k in given:
-        if k in names:
-            continue
-        near = near_name(k, names) if isinstance(k, str) else None
-        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
-        hint = REMOVED.get(k, hint)
-        if of:
-            raise ParamError(
-                "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
-            )
-        raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
-
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
 _BEAMS = "transformers' model.generate(num_beams=4) has it"
 _ENGINE = "llm.add_request(prompt, params, callback) and llm.step() run requests by hand"
@@ -323,6 +298,31 @@ def no_name(module: str, name: str, hint: str = "") -> Exception:
     if name in REMOVED:
         return RemovedImport(name)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+# %% ../nbs/2_core/errors.ipynb #0b5f5e09
+@lru_cache(4096)
+def near_name(name: str, names: Collection[str]) -> str | None:
+    """The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or
+    None."""
+    plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
+    return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
+
+
+def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> None:
+    """Raise `ParamError` unless each key of `given` is one of `names`, a tuple or a frozen set.
+
+    `of`: the field whose value `given` is, if it is one's."""
+    for k in given:
+        if k in names:
+            continue
+        near = near_name(k, names) if isinstance(k, str) else None
+        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
+        hint = REMOVED.get(k, hint)
+        if of:
+            raise ParamError(
+                "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
+            )
+        raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../nbs/2_core/errors.ipynb #5054d4af
 def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:
