@@ -6,7 +6,7 @@
 __all__ = ['REMOVED', 'Option', 'Message', 'whole_number', 'written', 'Fault', 'BatchlabError', 'ModelError',
            'ModelNotFoundError', 'HubUnreachableError', 'UnsupportedModelError', 'PromptError', 'PromptTooLongError',
            'ParamError', 'BatchError', 'EngineError', 'AdapterError', 'Unavailable', 'CompileError', 'JobError',
-           'TraceError', 'near_name', 'check_names', 'RemovedError', 'RemovedAttribute', 'RemovedImport', 'no_name',
+           'TraceError', 'RemovedError', 'RemovedAttribute', 'RemovedImport', 'no_name', 'near_name', 'check_names',
            'suggest_names', 'OneLineParser']
 
 # %% ../nbs/2_core/errors.ipynb #827b7a58
@@ -230,33 +230,16 @@ class TraceError(BatchlabError, ValueError):
     """No trace, or not a whole one: another file, a torn one, one of a newer version; or
     something that it can't give."""
 
-# %% ../nbs/2_core/errors.ipynb #0b5f5e09
-@lru_cache(4096)
-def near_name(name: str, names: Collection[str]) -> str | None:
-    """The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or
-    None."""
-    plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
-    return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
-
-
-def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> None:
-    """Raise `ParamError` unless each key of `given` is one of `names`, a tuple or a frozen set.
-
-    `of`: the field whose value `given` is, if it is one's."""
-    for k in given:
-        if k in names:
-            continue
-        near = near_name(k, names) if isinstance(k, str) else None
-        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
-        if of:
-            raise ParamError(
-                "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
-            )
-        raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
-
 # %% ../nbs/2_core/errors.ipynb #5e8a10c4
 _BEAMS = "transformers' model.generate(num_beams=4) has it"
 _ENGINE = "llm.add_request(prompt, params, callback) and llm.step() run requests by hand"
+_FOUND = "it is found in the files of the model: leave it out"
+_REVISION = (
+    "hf download NAME --revision REVISION --local-dir FOLDER makes the folder to give as model"
+)
+_SETTINGS = (
+    "llm.get_default_sampling_params() has what the model's folder says, for replace(…) to change"
+)
 _PROMPT = "a dict does, such as dict(prompt='a') or dict(prompt_token_ids=[5, 6])"
 REMOVED: dict[str, str] = dict(  # names, arguments and flags that others have: what to do instead
     beam_search=_BEAMS,
@@ -270,6 +253,22 @@ REMOVED: dict[str, str] = dict(  # names, arguments and flags that others have: 
     TextPrompt=_PROMPT,
     TokensPrompt=_PROMPT,
     cleanup_dist_env_and_memory="llm.close() gives back what its model held",
+    speculative_config="speculation='lookup' (--speculation lookup) drafts from earlier text, no model drafts",
+    hf_overrides="a copy of the model's folder may have another config.json",
+    hf_token="hf auth login keeps it, or the environment variable HF_TOKEN has it",
+    revision=_REVISION,
+    tokenizer_revision=_REVISION,
+    config_format=_FOUND,
+    load_format=_FOUND,
+    reasoning_parser=_FOUND,
+    tokenizer_mode=_FOUND,
+    tool_call_parser=_FOUND,
+    generation_config=_SETTINGS,
+    override_generation_config=_SETTINGS,
+    logits_processors="logit_bias, allowed_token_ids, bad_words and structured_outputs change logits",
+    best_of="n is how many answers there are, and each has a cumulative_logprob",
+    use_beam_search=_BEAMS,
+    output_kind="llm.stream gives parts of answers, llm.generate whole ones",
 ) | {  # commands, and flags of one command
     "batchlab batch": "any client of OpenAI's Batch API works with batchlab serve --data FOLDER",
     "batchlab models": "hf download NAME fetches one of the hub, and hf cache lists and removes them",
@@ -299,6 +298,31 @@ def no_name(module: str, name: str, hint: str = "") -> Exception:
     if name in REMOVED:
         return RemovedImport(name)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+# %% ../nbs/2_core/errors.ipynb #0b5f5e09
+@lru_cache(4096)
+def near_name(name: str, names: Collection[str]) -> str | None:
+    """The one of `names`, a tuple or a frozen set, that `name` is probably a misspelling of, or
+    None."""
+    plain = re.sub("([a-z])([A-Z])", r"\1_\2", name).replace("-", "_").lower()
+    return next(iter(get_close_matches(plain, sorted(names), 1, 0.8)), None)
+
+
+def check_names(given: dict[str, Any], names: Collection[str], of: str = "") -> None:
+    """Raise `ParamError` unless each key of `given` is one of `names`, a tuple or a frozen set.
+
+    `of`: the field whose value `given` is, if it is one's."""
+    for k in given:
+        if k in names:
+            continue
+        near = near_name(k, names) if isinstance(k, str) else None
+        hint = f"did you mean {near!r}?" if near else f"expected one of {', '.join(names)}"
+        hint = REMOVED.get(k, hint)
+        if of:
+            raise ParamError(
+                "{of} has no {key}: {hint}", of=Option(of), key=f"{k!r:.60}", hint=hint
+            )
+        raise ParamError(f"unknown setting {k!r:.60}: {hint}", field=str(k)[:60])
 
 # %% ../nbs/2_core/errors.ipynb #5054d4af
 def _suggests(call: Callable[..., Any]) -> Callable[..., Any]:

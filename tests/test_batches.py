@@ -31,6 +31,7 @@ from helpers import (
 from invariants import check_invariants
 from batchlab.view.tracefile import trace_of
 from batchlab.serve import batches
+from batchlab.serve.app import AccessLog
 from batchlab.serve.batches import (
     ENDED_STATES,
     BatchRunner,
@@ -121,6 +122,8 @@ class Server:
         self.runner = BatchRunner(self.store, llm, model_name="tiny", **runner).start()
         app = fastapi.FastAPI()
         app.include_router(batch_router(self.store, self.runner, max_file_bytes))
+        self.said = []
+        app.add_middleware(AccessLog, say=self.said.append)
         self.uvicorn = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
         self.socket = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}/v1"
@@ -854,7 +857,10 @@ def test_a_removal_that_fails_loses_nothing(server, monkeypatch, moved):
 
     id = server.upload(asks(1))["id"]
     monkeypatch.setattr(os, "replace", replace)
-    assert server.http.delete(f"/files/{id}").status_code == 503
+    failed = server.http.delete(f"/files/{id}")
+    assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
+    until(lambda: server.said)
+    assert "503" in server.said[0] and "unavailable: the server can not" in server.said[0]
     monkeypatch.undo()
     assert open_file(server.store, id).read() == jsonl(asks(1))
     assert server.http.delete(f"/files/{id}").status_code == 200

@@ -114,9 +114,19 @@ def test_a_field_is_a_flag():
     assert flags["embed"].count("prompt_column") == flags["plan"].count("input") == 1
 
 
+def test_the_help_says_which_model_is_fetched_unless_one_is_given():
+    from batchlab.models.fetch import DEFAULT_EMBEDDING_MODEL, TEXT_WHEEL
+
+    texts = {c: " ".join(parser_of(c).format_help().split()) for c in ("generate", "plan", "embed")}
+    mine = f"{TEXT_WHEEL.model}, {TEXT_WHEEL.nbytes / 1e6:.0f} MB"
+    assert mine in texts["generate"] and mine in texts["plan"] and mine not in texts["embed"]
+    assert DEFAULT_EMBEDDING_MODEL in texts["embed"]
+
+
 def test_text_on_a_pipe(model):
     "From an interpreter of its own, whose imports say nothing, and leave out what is not used."
     words = ["generate", "a", "a longer prompt", "é", "--model", model, "--max-tokens", "6"]
+    words += ["--ignore-eos"]
     how = dict(encoding="utf-8", capture_output=True, timeout=50)
     code = """if True:
         import sys, torch; from batchlab.cli import main
@@ -127,7 +137,8 @@ def test_text_on_a_pipe(model):
         assert late & {*sys.modules}
     """
     p = subprocess.run([sys.executable, "-c", code, *words], env=ENV, **how)
-    assert (p.returncode, but_compiler(p.stderr)) == (0, "")
+    cut = "batchlab: 3 of 3 requests ended at max_tokens: raise --max-tokens for more\n"
+    assert (p.returncode, but_compiler(p.stderr)) == (0, cut)
     want = ["[1] a", "[2] a longer prompt", "[3] é"]
     assert [s for s in p.stdout.split("\n") if s in want] == want
 
@@ -147,8 +158,8 @@ def test_jobs_in_order_with_bad_lines(cli, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     p = cli("--prompts-file", "in.jsonl", "--output", "out.jsonl")
     out = read_lines(tmp_path / "out.jsonl")
-    said = but_compiler(p.stderr).splitlines()  # the blank line; the failures
-    assert p.returncode == 1 and len(said) == 2, p.stderr
+    said = but_compiler(p.stderr).splitlines()  # the blank line; what was cut; the failures
+    assert p.returncode == 1 and len(said) == 3, p.stderr
     assert "5 of 8 requests failed" in p.stderr and "line 2" in p.stderr
     assert [r["index"] for r in out] == [*range(8)]
     failed = {1: 2, 2: 4, 4: 6, 5: 7, 6: 8}  # {index: line}
@@ -170,7 +181,7 @@ def test_standard_input_and_samples(cli, tmp_path):
     how = "--prompts-file - --output o.jsonl --do-sample --seed 3 --n 2 --logprobs 1".split()
     p = cli(*how, input="one\r\n\ntwo words\n")
     assert p.returncode == 0
-    assert but_compiler(p.stderr) == "batchlab: standard input: 1 blank line skipped\n"
+    assert p.stderr.count("batchlab: standard input: 1 blank line skipped\n") == 1
     out = read_lines(tmp_path / "o.jsonl")
     assert [r["prompt"] for r in out] == ["one", "two words"]
     assert [len(r["outputs"]) for r in out] == [2, 2]

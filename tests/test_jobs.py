@@ -1,6 +1,6 @@
 "Jobs killed, starved, fed with rubbish and run twice: every line has one record, and every good line its answer."
 
-import functools, gzip, json, os, random, signal, subprocess, sys, threading
+import contextlib, functools, gzip, json, os, random, signal, subprocess, sys, threading
 from collections import Counter
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from hypothesis import example, given, strategies as st
 
 from batchlab import LLM, JobError, SamplingParams
 from batchlab.api.run import options_of
-from batchlab.jobs.job import Job, Run
+from batchlab.jobs.job import Job, Run, lock
 from batchlab.jobs.journal import drop_side, journal_of, settings_file
 from batchlab.jobs.progress import JobResult, Progress
 from batchlab.jobs.lines import ParamsCache, parse_line
@@ -379,6 +379,33 @@ def test_one_run_at_a_time(tmp_path, job, name):
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
+@posix
+def test_one_run_at_a_time_of_a_file_with_two_names(tmp_path, job):
+    (tmp_path / "out.jsonl").touch()
+    os.link(tmp_path / "out.jsonl", twin := tmp_path / "twin.jsonl")
+    with contextlib.ExitStack() as other:
+        lock(twin, other)
+        with pytest.raises(JobError, match="another run is writing .*out.jsonl"):
+            job([ask(1)]).run(llm())
+    with pytest.raises(JobError, match="must be different files"):
+        job(error_file="twin.jsonl").run(llm())
+    assert job().run(llm()).answered == 1 and twin.read_bytes()
+
+
+def test_what_can_not_be_written_is_said_before_a_model_is_loaded(tmp_path, job, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    for how, why in (
+        (dict(output="no/out.jsonl"), "can't write .*no/out.jsonl"),
+        (dict(error_file="no/e.jsonl"), "can't write .*no/e.jsonl"),
+        (dict(output="out.parquet"), "needs pyarrow"),
+    ):
+        wrong = job([ask(1)], **how)
+        for go in (wrong.dry_run, lambda: wrong.plan(llm(), False), lambda: wrong.run(llm())):
+            with pytest.raises(JobError, match=why):
+                go()
+    assert job().dry_run().requests == 1 and [*tmp_path.iterdir()] == [tmp_path / "in.jsonl"]
+
+
 def test_what_changed_is_refused(tmp_path, job):
     source, out, usual = tmp_path / "in.jsonl", tmp_path / "out.jsonl", dict(top_k=3)
     first = lambda asked=None, **more: job(asked, **dict(sampling_params=usual) | more)
@@ -621,7 +648,9 @@ REFUSED = {
     '"do_sample": true': "do_sample temperature",
     '"maxTokens": 9': "'maxTokens' 'max_tokens'",
     '"guided_decoding_backend": "x"': "guided_decoding_backend",
-    '"prompt_logprobs": 1': "prompt_logprobs",
+    '"prompt_logprobs": 1': "prompt_logprobs /v1/completions llm.logprobs",
+    '"prompt_logprob_start": 1': "prompt_logprob_start SamplingParams",
+    '"echo": true': "echo=true /v1/completions llm.logprobs",
     '"system": "Be brief."': "'system' role",
     '"chat_template": "x"': "chat_template",
     '"extra_body": {"top_k": 1}': "extra_body top_k",

@@ -7,6 +7,8 @@ from batchlab import LLM
 from batchlab.cli import main
 from batchlab.cli.flags import parser_of
 from batchlab.compat import vllm
+from batchlab.core.params import SamplingParams
+from batchlab.errors import REMOVED as ADVICE
 from batchlab.errors import JobError, ParamError, RemovedAttribute, RemovedImport
 from batchlab.models import tiny_model
 
@@ -71,6 +73,19 @@ def test_what_to_do_instead(call, kind, field, instead):
         call()
     assert e.value.field == field and instead in e.value.advice
     assert instead in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("flag", ["--speculative-config", "--reasoning-parser", "--revision"])
+@pytest.mark.parametrize("kind", [LLM, vllm.LLM, SamplingParams.of])
+def test_what_vllm_has_and_this_has_not_says_what_to_do(kind, flag):
+    name = flag[2:].replace("-", "_")
+    take = (lambda model, **kw: kind(kw)) if kind == SamplingParams.of else kind
+    with pytest.raises((TypeError, ParamError)) as e:
+        take(small, **{name: "x"})
+    assert name in str(e.value) and str(e.value).endswith(f": {ADVICE[name]}")
+    with pytest.raises(JobError, match=f"unknown flag {flag}: "):
+        parser_of("run").parse_args(["-i", "a", flag, "x"])
+    assert vllm.LLM(small, **{name: None}).loaded  # as vLLM's own default
 
 
 def test_arguments_and_flags_that_there_were():

@@ -10,6 +10,7 @@ from helpers import BOOK, needs, scripted, until
 [W] = needs("ipywidgets")
 
 from batchlab import LLM, SamplingParams
+from batchlab.llm.loop import keep_all
 from batchlab.models import tiny_model, tiny_tokenizer
 from batchlab.view.drawing import Picture, esc
 from batchlab.view.widgets import LiveView, WatchedRequest, WidgetBox, Watch, live, request_html
@@ -63,6 +64,14 @@ def test_texts_are_the_engines(llm):
     assert view.watch.num_tokens == sum(len(a.token_ids) for a in alone)
     view.watch.times.appendleft((-9.0, 10**9))  # long ago
     assert view.watch.rate() < 10**6
+    view.close()
+
+
+def test_at_the_end_of_the_process_no_thread_is_in_a_step(llm):
+    view = LiveView(llm, PROMPTS[:2], LONG)
+    until(lambda: view.watch.num_tokens > 4)
+    keep_all()
+    assert steps_stand_still(llm) and not view.watch.done
     view.close()
 
 

@@ -477,6 +477,11 @@ def generate(args: Namespace, llm: LLM | None = None) -> int:
             r = job.run(load)
             if note.as_json:
                 note(r)
+            elif r.cut:
+                more = args.spell(Option("max_tokens"))
+                note(
+                    f"{r.cut:,} of {r.total:,} requests ended at max_tokens: raise {more} for more"
+                )
             if job.outputs and llm:
                 note(llm.verify(job.outputs))
         except KeyboardInterrupt:

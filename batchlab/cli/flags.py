@@ -386,7 +386,7 @@ class PlanFlags(Command, InputFlags):
 
     Say what a job would take: tokens, memory and time, and whether the memory is there."""
 
-    # plan for batchlab embed: plain prompts are texts to make vectors of
+    # plan for batchlab embed, by default with its model: plain prompts are texts for vectors
     embed: bool = False
     calibrate: bool = True  # run a few requests, to estimate the time
     # bytes that it must fit into, such as 8GB, instead of this machine's memory

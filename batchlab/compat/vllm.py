@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import api
 from ..core import params
-from ..errors import ParamError, no_name
+from ..errors import REMOVED, ParamError, no_name
 from .names import VLLM_ENGINE
 from ..llm.outputs import CompletionOutput, RequestOutput
 from ..llm import pooling_params
@@ -45,7 +45,7 @@ def engine_options(given: dict[str, Any]) -> dict[str, Any]:
     return {
         RENAMED_ARGUMENTS.get(k, k): v
         for k, v in kept.items()
-        if v is not None or k not in RENAMED_ARGUMENTS
+        if v is not None or k not in (*RENAMED_ARGUMENTS, *REMOVED)
     }
 
 # %% ../../nbs/7_serve/vllm.ipynb #hab00012

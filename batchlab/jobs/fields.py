@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 from ..errors import JobError, Option
@@ -39,6 +40,21 @@ log = logging.getLogger("batchlab")
 _T = TypeVar("_T")
 
 # %% ../../nbs/6_jobs/fields.ipynb #5a87dac4
+def file_id(path: str | Path) -> object:
+    "What tells file `path` from others, whatever it is called."
+    return os.stat(path)[1:3] if os.path.exists(path) else os.path.realpath(path)
+
+
+def check_writable(path: str | Path) -> None:
+    "Raise `JobError` unless file `path` can be written. It is left as it is."
+    try:
+        with TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+            if os.path.exists(path) and journal_of(path) == str(path):
+                open(path, "rb+").close()
+    except OSError as e:
+        raise JobError(f"can't write {path} ({e.strerror or e})") from e
+
+
 def check_paths(
     input: str | Path, output: str | Path | None, error_file: str | Path | None, retry: bool = False
 ) -> None:
@@ -53,11 +69,11 @@ def check_paths(
         raise JobError(f"can't read {input} (no such file)")
     if not os.path.isfile(input):
         raise no_file(input)
-    for path in (output, error_file):
-        if path and path != "-" and os.path.exists(path) and not os.path.isfile(path):
+    files = [path for path in (output, error_file) if path and path != "-"]
+    for path in files:
+        if os.path.exists(path) and not os.path.isfile(path):
             raise no_file(path)
-    names = [os.path.realpath(n) for n in (input, output, error_file) if n and n != "-"]
-    if len({*names}) < len(names):
+    if len({*map(file_id, [input, *files])}) <= len(files):
         raise JobError("input, output and error file must be different files")
     if output and output != "-":
         check_output(output)
@@ -66,6 +82,8 @@ def check_paths(
             f"{error_file}: failures are written as JSONL, one after the other: give a name in "
             ".jsonl"
         )
+    for path in files:
+        check_writable(path)
 
 # %% ../../nbs/6_jobs/fields.ipynb #240f0c02
 INPUT_KINDS = "csv", "tsv", "parquet", "txt"  # that a form may name

@@ -44,7 +44,7 @@ from .lines import LINE_DEFAULTS, JobLine, digest_of, guess_form
 from .planning import JobPlan, plan_with_model, plan_without_model
 from .progress import JobResult, Progress
 from .runner import Admitted, LineRunner, ModelNames, good_order, model_digest
-from .tables import file_kind, need_parquet, no_talk
+from .tables import no_talk
 
 if TYPE_CHECKING:  # a dry run needs no torch
     from batchlab.tasks.admit import AdaptedAnswers
@@ -194,21 +194,25 @@ def lock(path: str | Path, stack: ExitStack) -> None:
     file = folder / "lock"
     stack.callback(suppress_os, folder.rmdir)
     held = FileLock(file, timeout=0)
-    for tries in range(100):  # another run may take the folder away as it ends
-        try:
-            folder.mkdir(exist_ok=True)
-            held.acquire()
-            if file.exists():
-                break
-            held.release()
-        except Timeout:
-            raise JobError(
-                f"another run is writing {path}", advice="wait for its end, or give another output"
-            ) from None
-        except (OSError, NotImplementedError) as e:
-            if isinstance(e, FileNotFoundError) and tries < 99:
-                continue
-            raise JobError(f"can't write {path} ({getattr(e, 'strerror', None) or e})") from e
+    try:
+        if os.name != "nt" and journal_of(path) == str(path) and os.path.isfile(path):
+            import fcntl
+
+            own = stack.enter_context(open(path, "rb+"))  # which may have other names
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for tries in range(100):  # another run may take the folder away as it ends
+            with suppress(*[FileNotFoundError] * (tries < 99)):
+                folder.mkdir(exist_ok=True)
+                held.acquire()
+                if file.exists():
+                    break
+                held.release()
+    except (Timeout, BlockingIOError):
+        raise JobError(
+            f"another run is writing {path}", advice="wait for its end, or give another output"
+        ) from None
+    except (OSError, NotImplementedError) as e:
+        raise JobError(f"can't write {path} ({getattr(e, 'strerror', None) or e})") from e
     if os.name == "nt":
         stack.callback(suppress_os, file.unlink)  # where a file in use can't be taken away
     stack.callback(held.release)
@@ -410,8 +414,6 @@ class Job(JobFields):
             raise JobError("no output: name a file for the answers")
         for path in self.files:
             lock(path, stack)
-        if "parquet" in (file_kind(self.output), self.input_kind):
-            need_parquet()
         found = self.recovered()
         self.retry_errors = False
         for remark in input_remarks(self):

@@ -138,6 +138,8 @@ ADVICE = {  # what to give: instead of which parameters
     "structured_outputs": "json_schema regex ebnf grammar format",
     "prompt, which may be a list of token ids": "prompt_token_ids input_ids",
     "messages with one of role system, or --system": "system",
+    "it to /v1/completions of batchlab serve, or the prompt to llm.logprobs in Python": "echo prompt_logprobs",
+    "it to SamplingParams in Python": "prompt_logprob_start",
 }
 INSTEAD = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 ELSEWHERE = {*"chat_template guided_decoding_backend".split()}  # nothing here replaces these
@@ -182,7 +184,8 @@ def _shown(v: Any) -> str:
 def advice(k: str, v: Any = None) -> str:
     "The message about setting `k` with value `v`, which nothing here can honour."
     if k in NEUTRAL:
-        return f"{k}={_shown(v)} is not supported: leave it out, or give {_shown(NEUTRAL[k][0])}"
+        give = INSTEAD.get(k) or _shown(NEUTRAL[k][0])
+        return f"{k}={_shown(v)} is not supported: leave it out, or give {give}"
     what = "leave it out"
     if k in INSTEAD:
         what = f"give {INSTEAD[k]}"

@@ -89,6 +89,15 @@ def check_input(name: str | Path) -> None:
     raise JobError(f"{name} is of a format that can't be read: {advice}")
 
 
+def need_parquet() -> Any:
+    "The module `pyarrow.parquet`. Raises `JobError` without it."
+    try:
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise JobError("reading and writing Parquet needs pyarrow: pip install pyarrow") from None
+    return pq
+
+
 def check_output(name: str | Path) -> None:
     """Raise `JobError` unless the name of file `name` is that of a format that can be written.
     No end in the name is JSONL."""
@@ -102,19 +111,11 @@ def check_output(name: str | Path) -> None:
         raise JobError(
             f"{name}: Parquet is compressed in itself: give {Path(name).with_suffix('')}"
         )
+    if kind == "parquet":
+        need_parquet()
 
 # %% ../../nbs/6_jobs/tables.ipynb #7ab1e012
 LONGEST_LINE = 2**25  # bytes, or characters of a cell
-
-
-def need_parquet() -> Any:
-    "The module `pyarrow.parquet`. Raises `JobError` without it."
-    try:
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise JobError("reading and writing Parquet needs pyarrow: pip install pyarrow") from None
-    return pq
-
 
 BYTE_ORDER_MARKS = {  # of which encoding; UTF-32 first, as UTF-16's begins likewise
     codecs.BOM_UTF32_LE: "utf-32",

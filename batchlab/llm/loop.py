@@ -316,9 +316,13 @@ class Loop:
 # %% ../../nbs/4_llm/loop.ipynb #a710529a
 @atexit.register
 def keep_all() -> None:
-    "Have the engines of all loops that are still there write what is to outlive the process."
+    """Have the engines of all loops that are still there write what is to outlive the process, and
+    their threads hold: one that is ended inside of a kernel would end the process by an abort."""
     for loop in list(LOOPS):
-        if loop.process == os.getpid() and loop.engines.store is not None:
-            with loop.hold(timeout=5) as mine:
-                if mine:
-                    loop.engines.keep_blocks()
+        if loop.process == os.getpid() and (loop.thread or loop.engines.store is not None):
+            loop.paused |= loop.thread is not None
+            for _ in range(2):  # a thread may have been about to make a step
+                with loop.hold(timeout=5) as mine:
+                    if mine and loop.engines.store is not None:
+                        loop.engines.keep_blocks()
+                time.sleep(0.01 * bool(loop.thread))

