@@ -590,3 +590,11 @@ def test_letters_that_standard_output_can_not_write(model, tmp_path):
         assert shown.count(b"[") >= 2 and b"\\u65e5" in shown and b"1 request" in plan
         answered = [r["prompt"] for r in read_lines(tmp_path / name)]
         assert answered == ["grüße 日本", "größer Straße"]
+
+
+def test_a_variable_of_the_environment_that_is_misspelt_is_said(monkeypatch, capsys):
+    monkeypatch.setenv("BATCHLAB_APIKEY", "secret")
+    monkeypatch.setenv("BATCHLAB_NODE", "of somebody else")
+    assert main(["view", "no_such_file"]) == 2
+    said, error = capsys.readouterr().err.splitlines()
+    assert "BATCHLAB_APIKEY" in said and "BATCHLAB_API_KEY" in said and "no_such_file" in error

@@ -23,9 +23,10 @@ from batchlab.llm.pooling_params import POOLING_TASKS, PoolingParams
 from batchlab.models.tiny import TINY_ARCHS
 from batchlab.jobs.job import Job
 from batchlab.jobs.journal import as_journal, from_journal, journal_of
-from batchlab.jobs.pooling import PoolingRequest, TextsOutput, pooling_body
+from batchlab.jobs.pooling import PoolingRequest, TextsOutput, parse_pooling, pooling_body
 from batchlab.jobs.settings import BadRequest
 from batchlab.jobs.schema import POOLING_URLS
+from batchlab.jobs.tables import table_rows
 from batchlab.tasks.admit import ASKED_BY
 from batchlab.api.ray import BatchLLM
 from helpers import (
@@ -161,6 +162,7 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
     close(data(4, "score"), scores(llm, "a", ["b", "a"]))
     [best] = bodies[5]["results"]
     assert (best["index"], best["document"]) == (1, dict(text="a"))
+    assert [row["index"] for row in table_rows(found["5"])] == [1]
     assert np.shape(data(6, "data")[0]) == (3, 64)
     said = llm.chat([talk["messages"]], dict(max_tokens=3, temperature=0))
     assert [bodies[1]["choices"][0]["message"]["content"]] == texts(said)
@@ -169,6 +171,22 @@ def test_lines_of_all_kinds_among_chats_each_once(tmp_path):
     codes = ["context_length_exceeded"] + ["invalid_request"] * 3
     assert [d["error"]["code"] for d in bad] == codes
     assert "input[1]: the prompt has 300 tokens" in bad[0]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "kind, body, place",
+    [
+        ("rerank", dict(query="a", documents=["b", "y" * 300]), "documents[1]"),
+        ("rerank", dict(query="y" * 300, documents=["b", "c"]), "query"),
+        ("score", dict(queries=["a", "b"], items=["y" * 300, "c"]), "items[0]"),
+        ("score", dict(text_1=["a", "y" * 300], text_2=["b", "c"]), "text_1[1]"),
+    ],
+)
+def test_a_text_that_is_too_long_is_named(kind, body, place):
+    asked = parse_pooling(body, kind)
+    group = asked.as_group(writer(), "a")
+    assert group.error.startswith(f"{place}: the prompt has 300 tokens")
+    assert asked.key == place.partition("[")[0]
 
 
 def table_of(path):

@@ -411,6 +411,17 @@ def test_what_is_hidden_of_a_processor(told, monkeypatch, most, left):
         assert {"avx512_bf16", "avx_vnni", "avx512f"} & flags == left
 
 
+def test_a_wrong_variable_is_not_said_of_the_weights(tmp_path, monkeypatch):
+    M.tiny_model("llama").bfloat16().save_pretrained(tmp_path)
+
+    def wrong():
+        raise errors.ParamError("BATCHLAB_MAX_CPU is wrong")
+
+    monkeypatch.setattr("batchlab.models.load.processor_flags", wrong)
+    with pytest.raises(errors.ParamError, match="^BATCHLAB_MAX_CPU is wrong$"):
+        M.load_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     "flags, fast", [("fpu avx2", False), ("fpu avx512_bf16", True), ("asimd bf16", True)]
 )

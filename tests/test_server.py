@@ -724,7 +724,7 @@ def looked_at(monkeypatch):
         ("/detokenize", dict(tokens=MANY_IDS), "tokens"),
         ("/v1/embeddings", dict(input=MARKS), "input"),
         ("/v1/embeddings", dict(input=MANY_IDS), "input"),
-        ("/score", dict(text_1="a", text_2=MARKS), "text_1"),
+        ("/score", dict(text_1="a", text_2=MARKS), "text_2"),
     ],
 )
 def test_what_is_surely_too_long_is_refused_before_it_is_looked_at(s, web, looked_at, path, body, key):  # fmt: skip

@@ -1008,6 +1008,7 @@ def test_columns_of_the_input_keep_their_names(kind, given, source):
     result = again(output_column=given)
     assert (result.before, result.failed) == (3, 0)
     assert any("text as" in s for s in said) == (given is None), said
+    assert any("request_id as request_id_2" in s for s in said)
     found = sorted(read_table(out), key=lambda r: r["q"])
     assert [{k: r[k] or None for k in frame} for r in found] == frame.to_dict("records")
     alone = llm().generate([*frame.q], GREEDY)

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from batchlab import LLM, SamplingParams
 from batchlab.llm.config import model_state
-from batchlab.errors import EngineError
+from batchlab.errors import EngineError, ModelError
 from batchlab.models.tiny import TINY_ARCHS, tiny_model, tiny_tokenizer
 from helpers import compiled_or_not, greedy, one_thread
 from test_encoders import encoder
@@ -264,6 +264,8 @@ def test_a_model_loaded_by_its_name(how, tmp_path):
     if llm.backend.nbytes:
         said = ids(llm)
         assert "weights of llm.model changed" in said and "llm.reload_weights()" in said
+        with pytest.raises(ModelError, match="load_model"):
+            llm.model.save_pretrained(tmp_path / "lacks_weights")
     else:
         assert ids(llm) != before
     llm.reload_weights()

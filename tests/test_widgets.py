@@ -75,6 +75,16 @@ def test_at_the_end_of_the_process_no_thread_is_in_a_step(llm):
     view.close()
 
 
+def test_answers_of_one_prompt_stand_one_below_the_other(llm):
+    params = replace(LONG, n=2, temperature=1, seed=1, max_tokens=5)
+    [out] = llm.generate(PROMPTS[0], params)
+    view = LiveView(llm, [dict(prompt=PROMPTS[0])], params)
+    assert view.wait(60)
+    [r] = view.watch.requests
+    want = "\n".join(a.text for a in out.outputs)
+    assert (r.prompt, r.text, r.num_tokens, r.state) == (PROMPTS[0], want, 10, "length")
+
+
 def test_pause_holds_and_step_is_one(llm):
     view = LiveView(llm, PROMPTS[:2], LONG)
     until(lambda: view.watch.num_tokens > 4)

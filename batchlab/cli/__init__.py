@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, TextIO, TypeVar
 
 from .flags import bench_parser, llm_names, parse_args, parser_of
-from ..errors import BatchlabError, JobError, Option
+from ..errors import BatchlabError, JobError, Option, near_name
 from ..machine import no_collection, signals_to
 
 if TYPE_CHECKING:  # the command line is quick since it imports these only when it runs something
@@ -77,6 +77,20 @@ def log_as_notes() -> Iterator[None]:
     finally:
         logger.removeHandler(note)
         logger.propagate = propagate
+
+# %% ../../nbs/7_serve/cli.ipynb #eae3df96
+VARIABLES = tuple(f"batchlab_{name}" for name in "api_key cache max_cpu panels widgets".split())
+
+
+def note_misspelt_variables() -> None:
+    "Say which variables of the environment are probably misspelt names of batchlab's `VARIABLES`."
+    for name in os.environ:
+        if (
+            name.startswith("BATCHLAB_")
+            and name.lower() not in VARIABLES
+            and (near := near_name(name, VARIABLES))
+        ):
+            note(f"{name} is no variable of batchlab: did you mean {near.upper()}?", "warning")
 
 # %% ../../nbs/7_serve/cli.ipynb #f5ce3a1d
 def settings_from_args(args: Namespace) -> dict[str, Any]:
@@ -682,6 +696,7 @@ def main(argv: Sequence[str] | None = None, llm: LLM | None = None) -> int:
             note.as_json, spell = getattr(args, "log_json", False), args.spell
             check_output_open(args)
             with log_as_notes():
+                note_misspelt_variables()
                 check_given(args)
                 status = RUNS[args.command](args, llm)
             flush_output()

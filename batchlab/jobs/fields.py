@@ -370,7 +370,8 @@ def input_remarks(job: JobFields) -> Iterator[str]:
         if table.renamed:
             yield f"columns of one name: the later are called {', '.join(sorted(table.renamed))}"
     texts = {"text", "finish_reason", "completion_tokens", "outputs"}  # that a vector has not
-    ours = {*(ANSWER if job.to_table else RECORD_KEYS)} - (texts if job.embed else set())
+    ours = {*(ANSWER if job.to_table else RECORD_KEYS), "request_id"}
+    ours -= texts if job.embed else set()
     renamed = {k: v for k, v in job.names.renamed.items() if v != job.output_column}
     shown = [f"{k} as {v}" for k, v in renamed.items() if k in ours]
     if shown:

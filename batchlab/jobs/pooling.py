@@ -38,8 +38,8 @@ class PoolingRequest:
     there are as many, or one of either and any number.
 
     `encoding`: 'float' or 'base64' (little-endian fp32) for vectors. `top_n`: of a ranking only
-    so many; `with_texts`: with its documents. `key`: the one of the body that has the texts;
-    `asked`: the body. `labels`: the model's names of classes, by index, when it has run.
+    so many; `with_texts`: with its documents. `key` and `other_key`: those of the body that have
+    the texts and the `others`; `asked`: the body. `labels`: the model's names of classes, by index, when it has run.
     `adapter`: the name of the one that it is to run with, or None."""
 
     kind: str
@@ -52,6 +52,7 @@ class PoolingRequest:
     with_texts: bool = True
     priority: int = 0
     key: str = "input"
+    other_key: str = "documents"
     asked: dict[str, Any] = field(default_factory=dict)
     labels: dict[int, str] = field(default_factory=dict)
     adapter: str | None = None
@@ -79,6 +80,14 @@ class PoolingRequest:
             return [({"prompt": x, "text_pair": y}, self.params) for x, y in zip(a, b)]
         return [(t, replace(self.params, task="embed")) for t in dict.fromkeys([*a, *b])]
 
+    def place(self, i: int, text: Any) -> str:
+        "The key of the body that has prompt `i`, `text`; its place there if there are several."
+        pair = isinstance(text, dict)
+        key, texts = self.key, self.texts
+        if self.others and (pair or text not in texts):
+            key, texts = self.other_key, self.others
+        return f"{key}[{i if pair else texts.index(text)}]" if len(texts) > 1 else key
+
     def as_group(
         self,
         llm: AdaptedAnswers,
@@ -104,8 +113,9 @@ class PoolingRequest:
             part = PoolingGroup(f"{request_id}-{i}")
             part = admit_pooling(loaded, part, text, replace(own, raw=True), rank)
             if part.error:
-                where = f"{self.key}[{i}]: " if len(prompts) > 1 else ""
-                group.error = f"{where}{part.error}"
+                where = self.place(i, prompts[i])
+                self.key = where.partition("[")[0]  # which is at fault
+                group.error = f"{where}: {part.error}" if len(prompts) > 1 else part.error
                 group.fault, group.reason = part.fault, part.reason
                 return group
             group.parts.append(part)
@@ -207,9 +217,9 @@ TASK_OF = dict(embed="embed", classify="classify", score="score", rerank="score"
 PAIRS = ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")
 
 
-def pairs_of(body: ScoreBody) -> tuple[str, list[str], list[str]]:
-    """`(key of the first texts, first texts, second texts)` of pairs: as many of both, or one
-    first text. Raises `BadRequest`."""
+def pairs_of(body: ScoreBody) -> tuple[str, str, list[str], list[str]]:
+    """`(key of the first texts, of the second, first texts, second texts)` of pairs: as many of
+    both, or one first text. Raises `BadRequest`."""
     given = {k: v for p in PAIRS for k in p if (v := getattr(body, k)) is not None}
     pair = next((p for p in PAIRS if {*p} <= given.keys()), ())
     if len(pair) != len(given) or not pair:
@@ -220,7 +230,7 @@ def pairs_of(body: ScoreBody) -> tuple[str, list[str], list[str]]:
     if len(a) not in (1, len(b)):
         why = f"{one} has {len(a):,} texts and {other} {len(b):,}"
         raise BadRequest(f"{why}: give one {one}, or as many of each", param=other)
-    return one, a, b
+    return one, other, a, b
 
 # %% ../../nbs/6_jobs/pooling.ipynb #9d909a20-2
 def params_of(body: PoolBody, kind: str) -> PoolingParams:
@@ -244,7 +254,7 @@ def parse_pooling(body: dict[str, Any], kind: str) -> PoolingRequest:
         kind, [], params=params, model=given.model, priority=given.priority, asked=body
     )
     if isinstance(given, ScoreBody):
-        asked.key, asked.texts, asked.others = pairs_of(given)
+        asked.key, asked.other_key, asked.texts, asked.others = pairs_of(given)
     elif isinstance(given, RerankBody):
         asked.key, asked.texts, asked.others = "query", [given.query], given.documents
         asked.top_n, asked.with_texts = given.top_n, given.return_documents

@@ -829,7 +829,8 @@ def table_rows(d: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for e in entries:
         counts = dict(usage) if len(entries) == 1 else dict(usage, completion_tokens=None)
         found = counts | e | dict(error=(d["error"] or {}).get("message"))
-        found["index"] = e["index"] if len(entries) > 1 else None
+        several = len(entries) > 1 or "relevance_score" in e  # one document of several, too
+        found["index"] = e["index"] if several else None
         if "message" in e:
             found["text"] = _text_of(e["message"])
             found["reasoning"] = e["message"].get("reasoning")

@@ -541,7 +541,7 @@ def _log_cut(outs: Sequence[MayFail]) -> None:
         return
     first, o = cut[0]
     log.warning(
-        "%s of %s answers held to a form were cut off by max_tokens and are not whole "
+        "%s of %s answers held to a form were cut off by max_tokens and may not be whole "
         "(finish_reason 'length', first: outputs[%s], at %s tokens): give a larger max_tokens",
         len(cut),
         len(held),

@@ -38,7 +38,7 @@ from batchlab.models import (
 from ..models.fetch import short_name
 
 # %% auto #0
-__all__ = ['loading_peak', 'trim_memory', 'LoadedModel']
+__all__ = ['loading_peak', 'trim_memory', 'refuse_to_save', 'LoadedModel']
 
 # %% ../../nbs/4_llm/loaded.ipynb #d1ff7f7c
 def loading_peak(model: PreTrainedModel) -> int:
@@ -53,6 +53,14 @@ def trim_memory(cuda: bool = True) -> None:
     if cuda and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim_heap()
+
+
+def refuse_to_save(*_: object) -> None:
+    "Raise `ModelError`, in the place of a model's weights that have been packed."
+    raise ModelError(
+        "LLM has packed the weights of this model, and a file would lack them: save that of "
+        "batchlab.models.load_model instead"
+    )
 
 # %% ../../nbs/4_llm/loaded.ipynb #811bda86
 _T = TypeVar("_T")
@@ -189,6 +197,8 @@ class LoadedModel:
             self.shapes, self.causal, self.backend = probe_pooling(model, options)
         if self.backend.name == "torch":
             densify(model)  # the model's own code would dequantise each weight at each step
+        elif self.own and self.backend.nbytes:
+            model.register_state_dict_pre_hook(refuse_to_save)
         if asked.quantization and self.backend.name not in ("fused", "modules"):
             raise UnsupportedModelError(
                 "{asked} is for models that run on packed weights, and this one does not: {why}",

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ModelError, ModelNotFoundError, Option, UnsupportedModelError
+from batchlab.errors import (
+    ModelError,
+    ModelNotFoundError,
+    Option,
+    ParamError,
+    UnsupportedModelError,
+)
 from ..machine import cache_dir, processor_flags
 from .gguf import GGUFFile
 from .gguf_model import architecture_of, read_model
@@ -415,7 +421,7 @@ def _load_weights(folder, config, auto, dtype, device):
         dtype = resolve_dtype(dtype, _stored_dtype(folder, config), device)
         how: Any = dict(local_files_only=True, trust_remote_code=False, output_loading_info=True)
         model, info = auto.from_pretrained(folder, config=config, dtype=dtype, **how)
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError, ParamError):  # of a variable
         raise
     except ImportError as e:
         raise _unsupported(folder, f"{config.model_type!r} needs a package ({one_line(e)})") from e

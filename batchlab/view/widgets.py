@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib, os, threading, time, weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +175,8 @@ class WidgetBox:
 # %% ../../nbs/8_view/widgets.ipynb #39c69b28
 @dataclass
 class WatchedRequest:
-    """A request as far as it is known: its text so far, `state` 'waiting', 'running' or why it
-    ended."""
+    """A request as far as it is known: its text so far, that of several `answers` one below the
+    other; `state` 'waiting', 'running' or why it ended."""
 
     request_id: str
     prompt: str
@@ -184,6 +184,7 @@ class WatchedRequest:
     num_tokens: int = 0
     state: str = "waiting"
     error: str | None = None
+    answers: dict[int, str] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
@@ -204,7 +205,8 @@ class Watch:
         self, prompt: str | Sequence, params: SamplingParams | PoolingParams, chat: bool = False
     ) -> None:
         "Hand one prompt to the engine, watched; with `chat` a conversation."
-        shown = prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+        said = prompt.values() if isinstance(prompt, dict) else prompt
+        shown = said if isinstance(said, str) else " ".join(map(str, said))
         request_id = f"watch-{id(self)}-{len(self.requests)}"
         self.place[request_id] = len(self.requests)
         self.requests.append(WatchedRequest(request_id, shown))
@@ -215,9 +217,10 @@ class Watch:
     def event(self, e: StreamEvent) -> None:
         "Note what the engine tells of a request."
         r = self.requests[self.place[e.request_id]]
-        r.text += e.text
+        r.answers[e.completion] = r.answers.get(e.completion, "") + e.text
+        r.text = "\n".join(text for _, text in sorted(r.answers.items()))
         r.num_tokens += len(e.token_ids)
-        r.state = e.finish_reason or "running"
+        r.state = e.finished and e.finish_reason or "running"
         if e.output:
             r.error = e.output.error
         self.times.append((time.perf_counter(), len(e.token_ids)))
