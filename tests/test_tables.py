@@ -628,7 +628,7 @@ def test_what_arrow_can_not_hold_comes_back():
     assert type_of(map(value_kind, [1, 2**70])) == "string"
     try:
         pq.write_table(pa.table(dict(prompt=pa.array(["a"], pa.string_view()), x=[1])), "v.parquet")
-    except pa.ArrowNotImplementedError:
+    except (AttributeError, pa.ArrowNotImplementedError):
         pytest.skip("this pyarrow can't write it, and reads it as text")
     answered("v.parquet", "b.parquet")
     assert [r["prompt"] for r in read_table("b.parquet")] == ["a"]

@@ -126,8 +126,8 @@ class ExpertProducts(nn.Module):
         super().__init__()
         if (
             not getattr(experts, "has_gate", False)
-            or experts.has_post_expert_norm
-            or experts._is_expert_parallel
+            or getattr(experts, "has_post_expert_norm", False)  # not in transformers 5.17
+            or getattr(experts, "_is_expert_parallel", False)
         ):
             raise Unavailable(
                 f"its {type(experts).__name__} are built in a way that the kernels do not know"

@@ -36,7 +36,7 @@ try:
     from fastapi import APIRouter, Request
     from fastapi.concurrency import run_in_threadpool
     from fastapi.responses import Response, StreamingResponse
-    from python_multipart.multipart import parse_options_header
+    from python_multipart.multipart import FormParserError, parse_options_header
     from starlette.datastructures import FormData, UploadFile
     from starlette.formparsers import MultiPartException, MultiPartParser
     from starlette.requests import ClientDisconnect
@@ -145,8 +145,8 @@ async def upload_form(request: Request, most: int) -> FormData:
         form = await MultiPartParser(
             request.headers, chunks, max_files=1, max_fields=16, max_part_size=4096
         ).parse()
-    except MultiPartException as e:
-        raise BadRequest(f"the form can not be read ({e.message})") from None
+    except (MultiPartException, FormParserError) as e:  # an older starlette leaves the second
+        raise BadRequest(f"the form can not be read ({e})") from None
     for name in form:
         if len(form.getlist(name)) > 1:
             raise BadRequest(f"the field {name!r:.40} comes twice", param=name[:40])
