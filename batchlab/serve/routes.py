@@ -36,7 +36,8 @@ try:
     from fastapi import APIRouter, Request
     from fastapi.concurrency import run_in_threadpool
     from fastapi.responses import Response, StreamingResponse
-    from python_multipart.multipart import FormParserError, parse_options_header
+    from python_multipart.exceptions import FormParserError
+    from python_multipart.multipart import parse_options_header
     from starlette.datastructures import FormData, UploadFile
     from starlette.formparsers import MultiPartException, MultiPartParser
     from starlette.requests import ClientDisconnect
