@@ -114,9 +114,10 @@ def test_a_field_is_a_flag():
     assert flags["embed"].count("prompt_column") == flags["plan"].count("input") == 1
 
 
-def test_the_help_says_which_model_is_fetched_unless_one_is_given():
+def test_the_help_says_which_model_is_fetched_unless_one_is_given(monkeypatch):
     from batchlab.models.fetch import DEFAULT_EMBEDDING_MODEL, TEXT_WHEEL
 
+    monkeypatch.setenv("COLUMNS", "300")  # whole names
     texts = {c: " ".join(parser_of(c).format_help().split()) for c in ("generate", "plan", "embed")}
     mine = f"{TEXT_WHEEL.model}, {TEXT_WHEEL.nbytes / 1e6:.0f} MB"
     assert mine in texts["generate"] and mine in texts["plan"] and mine not in texts["embed"]
