@@ -2,6 +2,7 @@
 
 import gc, json, re, threading, time, weakref, xml.etree.ElementTree as ET
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -67,11 +68,21 @@ def test_texts_are_the_engines(llm):
     view.close()
 
 
-def test_at_the_end_of_the_process_no_thread_is_in_a_step(llm):
+def test_at_the_end_of_the_process_this_thread_alone_makes_steps(llm):
     view = LiveView(llm, PROMPTS[:2], LONG)
+    ask = partial(llm.generate, PROMPTS, LONG, use_tqdm=False)
+    other = threading.Thread(target=ask, daemon=True)
+    other.start()
     until(lambda: view.watch.num_tokens > 4)
     keep_all()
     assert steps_stand_still(llm) and not view.watch.done
+    before = llm.stats().steps
+    llm.loop.step()  # for what a program does at its end
+    assert llm.stats().steps == before + 1
+    llm.loop.mutex.release()
+    for request_id in [*llm.loop.groups]:
+        llm.cancel(request_id)
+    other.join()
     view.close()
 
 

@@ -37,7 +37,7 @@ class Loop:
     def __init__(self, engines: Engines, watchers: list[Callable[..., None]]) -> None:
         self.engines = engines
         self.delivery = Delivery(engines, watchers, self._forget)
-        self.mutex = threading.Lock()
+        self.mutex = threading.RLock()
         self.progress = threading.Condition()
         self.process = os.getpid()
         self.stepper: int | None = None
@@ -316,13 +316,10 @@ class Loop:
 # %% ../../nbs/4_llm/loop.ipynb #a710529a
 @atexit.register
 def keep_all() -> None:
-    """Have the engines of all loops that are still there write what is to outlive the process, and
-    their threads hold: one that is ended inside of a kernel would end the process by an abort."""
+    """Have the engines of all loops that are still there write what is to outlive the process. From
+    now on this thread alone makes steps: one that is ended inside of a kernel would end the process
+    by an abort."""
     for loop in list(LOOPS):
-        if loop.process == os.getpid() and (loop.thread or loop.engines.store is not None):
-            loop.paused |= loop.thread is not None
-            for _ in range(2):  # a thread may have been about to make a step
-                with loop.hold(timeout=5) as mine:
-                    if mine and loop.engines.store is not None:
-                        loop.engines.keep_blocks()
-                time.sleep(0.01 * bool(loop.thread))
+        if loop.process == os.getpid() and loop.mutex.acquire(timeout=5):  # and it is kept
+            if loop.engines.store is not None:
+                loop.engines.keep_blocks()
