@@ -1025,6 +1025,9 @@ def test_a_model_that_changes_with_its_longest_row(strategy):
     model = longrope()
     want = oracle(model, AROUND, 8)
     assert PaddedEngine(model).run(AROUND, 8)[0] != want[0], "rows change with their company"
+    small = SlotEngine(model)
+    requests = [small.add_request(p, 8, eos_ids=()) for p in AROUND]
+    assert small.way == "alone" and [small.wait(r) for r in requests] == want
     llm = LLM(model, strategy=strategy)
     assert ids(llm.generate(AROUND, greedy(8))) == want
     for p, w in zip(AROUND, want):

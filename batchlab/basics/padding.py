@@ -51,9 +51,9 @@ def agree(alone: Sequence[Tensor], first: Tensor, second: Tensor) -> bool:
 
 # %% ../../nbs/1_basics/03_padding.ipynb #1b06dcb4
 def counts_columns(model: PreTrainedModel) -> bool:
-    """Whether `model` scales queries by their column, not their position, as Llama 4 does from
-    column `floor_scale` on: so far no trial goes. A row may end in twice as many columns as it may
-    have tokens, beside longer ones that have ended."""
+    """Whether `model` scales queries by their column instead of their position. Llama 4 does from
+    column `floor_scale` on, where no trial gets. A row may come to lie in twice as many columns as
+    it may have tokens, beside longer ones that have ended."""
     config = model.config.get_text_config()
     if not getattr(config, "attn_temperature_tuning", False):
         return False

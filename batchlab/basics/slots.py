@@ -179,9 +179,11 @@ def batch_for(
 ) -> tuple[str, SoloEngine]:
     """The name of the way `model` can be batched, and the engine that does it. `settings`: of
     `SlotBatch`."""
-    if can_pack(model):
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    alike = "longrope" not in rope  # which rotates all rows by the longest, beyond any trial
+    if alike and can_pack(model):
         return "packed", SlotBatch(model, num_slots, sample, **settings)
-    if can_pad(model):
+    if alike and can_pad(model):
         return "padded", PaddedEngine(model, num_slots, sample)
     return "alone", RecomputeEngine(model, num_slots, sample)
 

@@ -201,7 +201,7 @@ def lock(path: str | Path, stack: ExitStack) -> None:
             own = stack.enter_context(open(path, "rb+"))  # which may have other names
             fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for tries in range(100):  # another run may take the folder away as it ends
-            with suppress(*[FileNotFoundError] * (tries < 99)):
+            with suppress(*[FileNotFoundError] if tries < 99 else []):
                 folder.mkdir(exist_ok=True)
                 held.acquire()
                 if file.exists():
